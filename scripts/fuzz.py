@@ -30,7 +30,7 @@ _GROWTH = 8 << 20  # bytes by which the process may grow
 def main(
     minutes: Annotated[float, typer.Option(min=0.1)] = 10,
     seed: Annotated[int | None, typer.Option(help="Of the noise; another each time by default.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep one message of each kind in tests/chaos/corpus.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep one message of each kind in tests/server/corpus.")] = False,
 ) -> None:
     """Print the number of messages and their results; end with code 1 when the server has changed, grown or died."""
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed

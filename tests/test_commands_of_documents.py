@@ -1,13 +1,16 @@
 """Every command of the documents is run, on small stand-ins for the reader's data and models, and does what it should.
 
-The commands are taken from the pages when the test runs, and run by a shell, block by block. ``readers_files.py`` says
-what is smaller than in the documents, ``forks.py`` how programs start without the seconds of their imports. Those that
-look at a finished run or need no training are run by ``test_quick_commands_of_documents.py``. ``NOT_RUN`` has those
-that cannot be run here.
+The commands are taken from the pages when the test runs, and run by a shell, block by block. The names by
+which they call a reader's files (``DATA``, ``DIR`` …) are names of files here. ``SHORTER`` and ``SMALLER`` say what is
+smaller than in the documents, ``forks.py`` how programs start without the seconds of their imports. Those that look at
+a finished run or need no training are run by ``test_quick_commands_of_documents.py``. ``NOT_RUN`` has those that cannot
+be run here.
 """
 
+import gzip
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,13 +20,117 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import readers_files
-from tests.helpers.commands import ROOT, Processes, free_port
+from tests.helpers.c4_text import TRAIN_TEXT, VALIDATION_TEXT, write
+from tests.helpers.commands import DEEPSPEED_JOB, MODEL, ROOT, Processes, free_port
 from tests.helpers.documents import ALL, QUICK, blocks, scripts
 from tests.helpers.forking import OF_DOCUMENTS, OF_TRANSFORMERS, stand_ins, start
 from tests.helpers.launched import count
-from tests.helpers.readers_files import shortened
 from tests.helpers.waiting import wait_until
+
+# The command of a reader's own fairseq job, where the documents have dots.
+JOB = shlex.join([*MODEL, "--max-update", "3", "--keep-last-epochs", "1"])
+
+
+SHORTER = (
+    (r"^(.* (?:--port|join) .*)--max-update 3 ", r"\1--max-update 1000000 "),  # until it is interrupted
+    (r"fairseq-train (DATA )?…", r"fairseq-train DATA ..."),
+    (r"(fairseq-train\)? \S+(?: --task \S+ --arch \S+)?) \.\.\.", rf"\1 {JOB}"),  # the first dots are the job
+    (r" \.\.\.", ""),
+    (r"^((?!.*--optimizer).*fairseq-train\)? .*)$", r"\1 --optimizer hybrid_async"),  # among the reader's own flags
+    (r"^((?!.*--save-dir).*fairseq-train\)? .*)$", r"\1 --save-dir SAVE_DIR"),
+    (r"--max-update 20000", "--max-update 3"),
+    (r"(--workers|--nproc-per-node|srun -n) [3-9]", r"\1 2"),
+    (r"^torchrun", "torchrun --standalone"),
+    (r"--num_(?:gpus|accelerators) \d", "--num_accelerators 2 --master_port 29400"),
+    (r"(?:HOST|127\.0\.0\.2|10\.9\.0\.1):29400", "127.0.0.1:29400"),  # this machine is every machine
+    (r"HOST\d:", "127.0.0.1:"),
+    (r"--host 10\.9\.0\.1", "--host 127.0.0.1"),
+    (r"scp A:", "cp "),
+    (r"--until \d+", "--until 2"),
+    (r"^(fairseq-generate .*)$", r"\1 --max-len-b 5"),
+    (r"(?<!/)train\.py --deepspeed ", "deepspeed_job.py --out RUN --deepspeed "),  # the reader's own, of DeepSpeed
+    (r"(hf_trainer/train\.py .*)$", r"\1 --epochs 1 --width 32"),
+    (r"--model 20m", "--model tiny"),
+    (r"(c4_demo\.sh.*|c4_lm/train\.py .*)$", r"\1 --vocab 320 --steps 4"),
+    (r"(multi30k_en_de/run\.py.*)$", r"\1 --data DIR --size small --epochs 1"),
+)
+
+
+SMALLER = {
+    "recipes/made_up_pair/make_corpus.py": ((r"15_000", "100"), (r"500", "9")),
+    "recipes/made_up_pair/run.py": ((r"PIECES = 800", "PIECES = 120"), (r'"max-epoch": 14', '"max-epoch": 1')),
+    "recipes/c4_lm/corpus_made_up.py": ((r"6_000", "40"), (r"300", "4")),
+    "recipes/translation.py": ((r'"--beam", "5"', '"--beam", "1", "--max-len-b", "5"'),),
+    "recipes/multi30k_en_de/run.py": ((r"PAIR, 6000,", "PAIR, 60,"),),
+    "deepspeed_config/hybrid_async.json": ((r"64000", "8"),),
+}
+
+
+OUTPUTS = ("SAVE_DIR", "RUN_DIR", "RUN", "async_training", "runs/c4_lm")
+
+
+def shortened(command: str) -> str:
+    """A command of a document, as it is run here."""
+    line = re.sub(r"\s+#.*$", "", command)
+    for pattern, replacement in [*SHORTER[1:], SHORTER[0]]:
+        line = re.sub(pattern, replacement, line, count=1 if "…" in pattern else 0)
+    return line
+
+
+def make(folder: Path, data: Path) -> None:
+    """Fills a working directory: the project, as a clone has it, and the reader's own files."""
+    for name in ("recipes", "scripts", "deepspeed_config"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("README.md", "setup.py"):
+        shutil.copy(ROOT / name, folder / name)
+    shutil.copy(DEEPSPEED_JOB, folder)
+    (folder / "FILE").write_bytes((ROOT / "README.md").read_bytes()[:8192])
+    for name, changes in SMALLER.items():
+        text = (folder / name).read_text(encoding="utf-8")
+        for old, new in changes:
+            text, replaced = re.subn(old, new, text)
+            assert replaced, f"{name} has no {old}"
+        (folder / name).write_text(text, encoding="utf-8")
+    for name in ("DATA", "NEWS", "LAW", "TALKS"):
+        (folder / name).symlink_to(data)
+    _texts(folder / "DIR", data)
+    _environment(folder)
+    _srun(folder / ".venv" / "bin")
+
+
+def _texts(folder: Path, data: Path) -> None:
+    """Shards of documents for the C4 recipe, and the files of Multi30k."""
+    write(folder / "c4-train.00000-of-00001.json.gz", TRAIN_TEXT)
+    write(folder / "c4-validation.00000-of-00001.json.gz", VALIDATION_TEXT[:8])
+    for split, source, most in (("train", "train", 100), ("val", "valid", 9), ("test_2016_flickr", "valid", 9)):
+        for language, ours in (("en", "a"), ("de", "b")):
+            lines = (data.parent / f"{source}.{ours}").read_text().splitlines(keepends=True)[:most]
+            (folder / f"{split}.{language}.gz").write_bytes(gzip.compress("".join(lines).encode()))
+
+
+def _srun(folder: Path) -> None:
+    """Tasks of one machine, with the variables that Slurm gives them; tests/launch has Slurm itself."""
+    lines = [
+        "#!/bin/bash",
+        "count=$2; shift 2; tasks=()",
+        "for number in $(seq 0 $((count - 1))); do",
+        "    export SLURM_JOB_ID=1 SLURM_PROCID=$number SLURM_LOCALID=$number",
+        "    export SLURM_STEP_NUM_TASKS=$count SLURM_STEP_TASKS_PER_NODE=$count",
+        '    "$@" & tasks+=($!)',
+        "done",
+        'for task in "${tasks[@]}"; do wait "$task" || exit 1; done',
+    ]
+    folder.joinpath("srun").write_text("\n".join(lines) + "\n")
+    folder.joinpath("srun").chmod(0o755)
+
+
+def _environment(folder: Path) -> None:
+    """The project's virtual environment, which its scripts take as complete: nothing is downloaded and compiled."""
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    (folder / ".venv" / "bin" / "activate").touch()
+    name = "complete-$(cat setup.py scripts/environment.sh | cksum | cut -d' ' -f1)"
+    subprocess.run(["bash", "-c", f"touch .venv/{name}"], cwd=folder, check=True)
+
 
 NOT_RUN = {  # beginnings of commands, and why; where a test has the same, its name
     "bash scripts/test.sh": "it runs these tests",
@@ -34,8 +141,8 @@ NOT_RUN = {  # beginnings of commands, and why; where a test has the same, its n
     "fairseq-async ray": "Ray, an extra that need not be installed; tests/launch/ray has it",
     "fairseq-async serve": "machines of two regions; tests/launch/test_regions.py has them",
     "fairseq-async launch --workers 4 --token-file token": "one of the two regions of tests/launch/test_regions.py",
-    "bash scripts/chaos.sh": "minutes to hours of faults; tests/chaos/test_schedule.py and its neighbours inject each",
-    "python scripts/fuzz": "minutes; tests/chaos/test_fuzz.py runs the same fuzzers for seconds",
+    "bash scripts/chaos.sh": "minutes to hours of faults; tests/recipes/test_schedule_of_faults.py injects them",
+    "python scripts/fuzz": "minutes; tests/server/test_fuzz.py runs the same fuzzers for seconds",
     "python scripts/bench/": "minutes to hours of measurement; tests/test_quick_commands_of_documents.py parses them",
 }
 MEASURED = "docs/results/"  # trainings there took hours; test_quick_commands_of_documents.py parses or runs them
@@ -77,7 +184,7 @@ class Shell:
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterator[Shell]:
     folder, processes = tmp_path_factory.mktemp("reader"), Processes()
-    readers_files.make(folder, data)
+    make(folder, data)
     programs = stand_ins(start((*OF_DOCUMENTS, *OF_TRANSFORMERS), {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}))
     try:
         yield Shell(folder, processes, os.pathsep.join([str(programs), f"{folder}/.venv/bin", os.environ["PATH"]]))
@@ -127,7 +234,7 @@ def run_alone(shell: Shell, command: str) -> None:
         shell.exported.append(command)
         return
     if command.startswith(("fairseq-async launch", "torchrun", "deepspeed", "DS_ACC", "fairseq-train", "srun")):
-        for name in readers_files.OUTPUTS:
+        for name in OUTPUTS:
             shutil.rmtree(shell.folder / name, ignore_errors=True)
     if " --resume " in command:
         interrupt(shell, command.replace(" --resume", ""))
@@ -136,7 +243,7 @@ def run_alone(shell: Shell, command: str) -> None:
     shell.run(command)
     for pattern, name in LEFT:
         if re.search(pattern, command):
-            assert any((shell.folder / each / name).is_file() for each in readers_files.OUTPUTS), command
+            assert any((shell.folder / each / name).is_file() for each in OUTPUTS), command
             break
 
 

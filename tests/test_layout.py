@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.commands import PACKAGE, ROOT
 
 TESTS = ROOT / "tests"
-BESIDE_THE_PACKAGE = {"chaos", "contract", "gpu", "helpers", "recipes"}  # folders of tests that mirror nothing in it
+BESIDE_THE_PACKAGE = {"contract", "gpu", "helpers", "recipes"}  # folders of tests that mirror nothing in it
 
 
 def imported(path: Path) -> set[str]:

@@ -19,7 +19,7 @@ from scripts.faults.adder import LAYOUT, adder_spec
 from scripts.faults.digest import digest
 from scripts.faults.thread_server import ThreadServer
 
-CORPUS = Path(__file__).parents[2] / "tests" / "chaos" / "corpus"
+CORPUS = Path(__file__).parents[2] / "tests" / "server" / "corpus"
 _HEADER = struct.Struct("!IQ")  # bytes of the body, bytes of the tensor behind it
 _TENSOR = 4 * LAYOUT.size
 _VALUES: list[Any] = [None, True, -1, 10**400, 1e308, "", "\x00", "9" * 300, [], [[]], {}, {"a": {}}, [1] * 100, 0.5]

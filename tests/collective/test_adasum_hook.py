@@ -20,6 +20,7 @@ from tests.helpers.rank_cases import (
     members,
     place_in,
     raises,
+    tree_of,
 )
 
 case = CASES = Cases()
@@ -47,11 +48,11 @@ def gradients(model: nn.Module) -> list[Tensor]:
 def the_hook_combines_what_the_ranks_computed(rank: int) -> None:
     for size in filter(members, (2, 3)):
         model = with_hook(size, find_unused_parameters=True)
-        inputs = [local_gradients(each, spare=each == 1) for each in range(size)]
+        tree = tree_of([local_gradients(each, spare=each == 1) for each in range(size)])
         for _ in range(3):  # the buckets are laid out anew after the first
             model.zero_grad()
             loss_of(model, place_in(size), spare=place_in(size) == 1).backward()
-            assert_is_the_tree(gradients(model), inputs, size)
+            assert_is_the_tree(gradients(model), tree, size)
             assert_same_bits(gradients(model), size)
 
 
@@ -62,8 +63,8 @@ def the_hook_combines_what_was_accumulated(rank: int) -> None:
         with model.no_sync():
             loss_of(model, place_in(2), 0, True).backward()
         loss_of(model, place_in(2), 1, True).backward()
-        inputs = [local_gradients(each, (0, 1), True) for each in range(2)]
-        assert_is_the_tree(gradients(model), inputs, "accumulated")
+        tree = tree_of([local_gradients(each, (0, 1), True) for each in range(2)])
+        assert_is_the_tree(gradients(model), tree, "accumulated")
 
 
 @case

@@ -35,7 +35,7 @@ def train(front_end: str, out: Path, cases: tuple[str, ...]) -> dict[tuple[str, 
             for rank, environment in enumerate(environments):
                 own = {WORKER: str(rank)} if front_end == "callback" else {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 environment[case] = shared | own | {"OWN_RANK": str(rank)}
-        job = [command("python"), HELPERS / "sampler_job.py", front_end, out]
+        job = [command("python"), HELPERS / "hf_sampler_job.py", front_end, out]
         path = f"{HELPERS / 'without_fairseq'}:{ROOT}"
         started = [
             processes.start([*job, json.dumps(each)], PYTHONPATH=path, DS_ACCELERATOR="cpu") for each in environments

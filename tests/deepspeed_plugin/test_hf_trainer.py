@@ -183,7 +183,7 @@ NOT_OURS = {
 @pytest.mark.parametrize("case", NOT_OURS)
 def test_training_without_our_engine_says_so(processes: Processes, tmp_path: Path, case: str) -> None:
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    job = [command("python"), HELPERS / "attached_job.py", case, tmp_path]
+    job = [command("python"), HELPERS / "hf_attached_job.py", case, tmp_path]
     code, output = processes.run(job, 100, **DEEPSPEED, **{name: str(value) for name, value in world.items()})
     assert (code, NOT_OURS[case][1] in output, "Traceback" in output) == (NOT_OURS[case][0], True, False), output
 
@@ -192,7 +192,7 @@ def test_training_without_our_engine_says_so(processes: Processes, tmp_path: Pat
 def test_a_scheduler_that_a_script_with_accelerate_keeps_steps_as_it_says(processes: Processes, tmp_path: Path) -> None:
     """DeepSpeed has no schedule then, and the script's own is not lost for that."""
     launcher = [command("fairseq-async"), "launch", "--workers", 1, "--", "python"]
-    code, output = processes.run([*launcher, HELPERS / "accelerate_job.py", tmp_path], 250, **DEEPSPEED)
+    code, output = processes.run([*launcher, HELPERS / "hf_accelerate_job.py", tmp_path], 250, **DEEPSPEED)
     assert code == 0, output
     (line,) = [line for line in (tmp_path / "logs/worker-0.log").read_text().splitlines() if "rates:" in line]
     assert line == "rates: 0.01 0.005 0.0025 0.00125"

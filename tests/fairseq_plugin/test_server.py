@@ -278,3 +278,21 @@ def test_a_variable_of_the_servers_environment_is_not_looked_up(monkeypatch: pyt
     with pytest.raises(ConfigurationError, match="weight_decay is no plain value") as caught:
         build(with_options(spec, {"weight_decay": "${oc.env:SECRET}"}), *ONE_TENSOR)
     assert "s3cr3t" not in str(caught.value)
+
+
+def test_a_schedule_that_follows_losses_knows_the_best_of_them_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses of 2, 3 and 2.5: the rate is halved by the second and, against the first, by the third."""
+    schedule = ["--lr-scheduler", "reduce_lr_on_plateau", "--lr", "1.0", "--lr-shrink", "0.5"]
+    spec = spec_of(monkeypatch, "--inner-optimizer", "sgd", *schedule, "--clip-norm", "0")
+    (layout, _), parameters = ONE_TENSOR, torch.zeros(2)
+    before, _ = build(spec, layout, parameters)
+    before.end_epoch(1, 2.0)
+    before.end_epoch(2, 3.0)
+    assert before.learning_rate == 0.5
+    after, _ = build(spec, layout, parameters)
+    after.load_state_dict(before.state_dict())
+    assert after.learning_rate == 0.5
+    after.end_epoch(3, 2.5)
+    assert after.learning_rate == 0.25
+    after.apply(parameters, Update(0, 0, 0, 1.0, torch.ones(2)))
+    assert parameters.tolist() == [-0.25] * 2

@@ -47,9 +47,13 @@ def members(size: int) -> bool:
     return place_in(size) >= 0
 
 
-def assert_is_the_tree(result: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], what: object) -> None:
-    for index, (tensor, of_ranks) in enumerate(zip(result, zip(*inputs, strict=True), strict=True)):
-        expected = adasum([each.double() for each in of_ranks])
+def tree_of(inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """What the tensors of all ranks combine to, in fp64."""
+    return [adasum([each.double() for each in of_ranks]) for of_ranks in zip(*inputs, strict=True)]
+
+
+def assert_is_the_tree(result: Sequence[Tensor], tree: Sequence[Tensor], what: object) -> None:
+    for index, (tensor, expected) in enumerate(zip(result, tree, strict=True)):
         error = float((tensor.double() - expected).norm())
         assert error <= 100 * torch.finfo(tensor.dtype).eps * float(expected.norm()), (what, index, error)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from fairseq_async.protocol import Layout, Push, PushReply, Report, Request, encode
@@ -20,6 +21,10 @@ LAYOUT = Layout.of([("weight", torch.zeros(2, 2)), ("bias", torch.zeros(2))])
 METHOD = sgd_spec()
 StartServer = Callable[..., ServerProcess]
 StartThreadServer = Callable[[int], ThreadServer]
+# Of a test whose servers' workers share memory with them, and are then on another machine.
+BOTH_WAYS = pytest.mark.parametrize(
+    "start_server", ["127.0.0.1", "127.0.0.2"], indirect=True, ids=["shared memory", "TCP"]
+)
 
 
 def join(

@@ -1,9 +1,12 @@
 """Rules of local SGD that look ahead, or average a round: what a real server has recorded is repeated to the bit."""
 
 import json
+import random
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,68 @@ from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.server.shards.build import close_shards
 from fairseq_async.worker.connection.client import Client
 from scripts.faults.thread_server import ThreadServer
-from tests.helpers.cutting import CuttingRelay
 from tests.helpers.shard_hosts import TOKEN, ShardHosts, shard_hosts
+
+
+class CuttingRelay:
+    """Relays connections to a process of this machine; a worker's is cut after a random number of bytes.
+
+    The server's connection stays: without it the server would have to go back to a snapshot.
+
+    Args:
+        most: largest number of bytes, of both directions together, after which a connection is cut.
+
+    Attributes:
+        cuts: how many connections were cut.
+    """
+
+    def __init__(self, target: str, most: int, seed: int) -> None:
+        host, _, port = target.rpartition(":")
+        self._target, self._most, self._random = (host, int(port)), most, random.Random(seed)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.cuts = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                outside, _ = self._listener.accept()
+                inside = socket.create_connection(self._target)
+                _Relayed(self, outside, inside, self._random.randrange(self._most)).start()
+
+
+class _Relayed:
+    """One connection, and how many bytes are left until it is cut."""
+
+    def __init__(self, relay: CuttingRelay, outside: socket.socket, inside: socket.socket, left: int) -> None:
+        self._relay, self._ends, self._left = relay, (outside, inside), left
+        self._lock = threading.Lock()
+        self._of_worker = False
+
+    def start(self) -> None:
+        for source, target in (self._ends, self._ends[::-1]):
+            threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 12):
+                if b'"introduce"' in data and b'"worker":null' not in data:
+                    self._of_worker = True
+                with self._lock:
+                    passed = data[: max(0, self._left)] if self._of_worker else data
+                    self._left -= len(passed) if self._of_worker else 0
+                target.sendall(passed)
+                if len(passed) < len(data):
+                    self._relay.cuts += 1
+                    break
+        for end in self._ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
 
 LAYOUT = Layout.of([("embed", torch.zeros(2)), ("w", torch.zeros(3))])
 PULL = torch.tensor([[0.3, -0.2, 0.5, 0.1, -0.4], [-0.1, 0.4, 0.2, -0.3, 0.6]])  # where each worker pulls to

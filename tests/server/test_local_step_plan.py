@@ -2,15 +2,21 @@
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fairseq_async.algorithms import local_steps, shard_probabilities
 from fairseq_async.errors import RefusedError
+from fairseq_async.method.spec import local_sgd_spec
+from fairseq_async.options.config import DelayedNesterovOptions
 from fairseq_async.protocol import Report
 from fairseq_async.server.local_step_plan import LocalStepPlan
+from fairseq_async.server.programs import local_sgd_main as outer
+from tests.helpers.local_sgd_workers import LAYOUT
 
 PAPER = {0: 1 / 0.58, 1: 1 / 0.75, 2: 1 / 1.51, 3: 1 / 3.33}  # the very heterogeneous workers of the paper
 
@@ -237,3 +243,41 @@ def test_who_is_gone_is_gone_after_a_restart_of_the_server_too() -> None:
     second.load_state_dict(first.state_dict())
     assert second.assign(1) == first.assign(1) and first.assign(1).local_steps == 50
     assert [second.assign(worker).local_steps for worker in (0, 1)] == [50, 5], "until it comes back"
+
+
+def plan(**changes: Any) -> LocalStepPlan:
+    """Of two workers, 12 steps of the faster a round."""
+    options = DelayedNesterovOptions(local_steps=12, dynamic_local_steps=True, **changes)
+    return outer.build(local_sgd_spec(options, 2, [100, 100], None, {}), LAYOUT, torch.zeros(3))[1]
+
+
+def test_the_speed_of_a_worker_that_is_gone_counts_no_more_until_it_is_back() -> None:
+    rounds = plan()
+    rounds.record(0, report(1, 0.1))
+    rounds.record(1, report(1, 0.3))
+    assert rounds.assign(1).local_steps == 4
+    rounds.release(0)
+    assert rounds.assign(1).local_steps == 12
+    assert rounds.assign(0).local_steps == 12 and rounds.assign(1).local_steps == 4
+
+
+def test_a_speed_is_the_mean_of_the_last_round_and_of_what_it_was() -> None:
+    """10 a second, then 10/3: 20/3, which is 2/3 of the other's 10."""
+    rounds = plan()
+    for seconds in (0.1, 0.3):
+        rounds.record(0, report(1, 0.1))
+        rounds.record(1, report(1, seconds))
+    assert rounds.assign(1).local_steps == 8
+
+
+def test_the_choice_of_shards_follows_the_seed() -> None:
+    def drawn(seed: int) -> list[int | None]:
+        rounds, shards = plan(seed=seed), list[int | None]()
+        for _ in range(40):
+            shards.append(rounds.assign(0).shard)
+            rounds.record(0, report(1, 0.1))
+            shards.append(rounds.assign(1).shard)
+            rounds.record(1, report(1, 0.1))
+        return shards
+
+    assert drawn(1) == drawn(1) != drawn(2)

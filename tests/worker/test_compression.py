@@ -26,7 +26,7 @@ from tests.helpers.hybrid_job import HybridJob
 from tests.helpers.local_sgd_workers import LAYOUT, Worker, local_sgd
 from tests.helpers.lost_answers import lose_next_answer
 from tests.helpers.run_files import snapshot_versions
-from tests.helpers.server_client import StartServer, StartThreadServer, join_patiently, kill
+from tests.helpers.server_client import BOTH_WAYS, StartServer, StartThreadServer, join_patiently, kill
 from tests.helpers.server_client import push as push_constant
 from tests.helpers.waiting import wait_until
 
@@ -250,6 +250,7 @@ def test_gradients_that_are_only_added_are_answered_early_and_all_of_them_arrive
     assert push_constant(client, 6, 1.0, base=2).version == 2
 
 
+@BOTH_WAYS
 def test_an_update_for_a_server_that_died_comes_to_the_next_and_nothing_is_lost(
     start_server: StartServer, tmp_path: Path
 ) -> None:

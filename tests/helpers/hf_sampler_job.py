@@ -1,6 +1,6 @@
 """Trains with the ``Trainer`` once for each case, and leaves the samples of each step and what was planned.
 
-Usage: sampler_job.py FRONT_END OUT JSON, which has the environment of each case; OUT/CASE-RANK.json is what is left.
+Usage: hf_sampler_job.py FRONT_END OUT JSON, which has the environment of each case; OUT/CASE-RANK.json is what is left.
 The front end is "plain", under torchrun's variables, "callback" or "attach".
 """
 

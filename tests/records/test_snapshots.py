@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,19 @@ import pytest
 import torch
 
 from fairseq_async.errors import RefusedError
-from fairseq_async.protocol import Hello, Initialise, Welcome
+from fairseq_async.protocol import (
+    Hello,
+    Initialise,
+    Welcome,
+)
 from fairseq_async.records.snapshots import Snapshots
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.adder import LAYOUT as ADDERS
 from scripts.faults.sgd_server import build, sgd_spec
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.commands import ROOT
+from tests.helpers.halving import LAYOUT, halving_spec
 from tests.helpers.in_process import Connection, end, new_service
 from tests.helpers.mortal import InlineSnapshots
 from tests.helpers.waiting import wait_until
@@ -246,3 +253,95 @@ def test_a_server_that_vanishes_in_the_handshake_is_noticed(tmp_path: Path) -> N
         assert client._channel.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) > 0
     finally:
         server.stop()
+
+
+def test_a_snapshot_is_its_owners_alone(tmp_path: Path) -> None:
+    snapshots = InlineSnapshots(tmp_path)
+    snapshots.take({"version": 1}, 1)
+    assert [path.stat().st_mode & 0o777 for path in snapshots.directory.iterdir()] == [0o600]
+
+
+def test_a_snapshot_that_cannot_be_read_back_replaces_nothing(tmp_path: Path) -> None:
+    snapshots = InlineSnapshots(tmp_path)
+    snapshots.take({"version": 1}, 1)
+    with suppress(Exception):
+        snapshots.take({"version": 2, "position": Path("no plain data")}, 2)
+    assert [path.name for path in snapshots.directory.iterdir()] == ["version-000000000001.pt"]
+
+
+def test_a_snapshot_of_another_run_is_set_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, theirs = (InlineSnapshots(tmp_path, run=run) for run in ("ours", "theirs"))
+    ours.take({"version": 1}, 1)
+    theirs.take({"version": 9}, 9)
+    (ours.directory / "version-000000000005.part").write_text("torn by a kill -9 before it got its name")
+    found = ours.latest(lambda state: None)
+    assert found is not None and found[1] == {"version": 1}
+    assert "version-000000000009.pt is skipped: it is of another run" in capsys.readouterr().err
+    assert sorted(path.name for path in ours.directory.iterdir()) == [
+        "version-000000000001.pt",
+        "version-000000000009.other",
+    ]
+
+
+def test_a_worker_is_told_of_parameters_when_the_first_snapshot_is_on_the_disk(tmp_path: Path) -> None:
+    """The disk needs two seconds. A server that died within them would begin anew, without the parameters."""
+    server = ServerProcess("tests.helpers.halving", 1, tmp_path, tmp_path / "server.log")
+    try:
+        client = Client(server.address, server.token, 0)
+        client.join(LAYOUT, halving_spec())
+        client.slot.fill_(3.0)
+        assert client.initialise(None).initialised
+        (path,) = (tmp_path / "snapshots").iterdir()
+        assert path.name == "version-000000000000.pt"
+        assert torch.load(path, weights_only=True)["server"]["parameters"].tolist() == [3.0] * LAYOUT.size
+        client.leave(finished=True)
+    finally:
+        server.stop()
+
+
+def test_file_and_directory_are_brought_to_the_disk_around_the_renaming(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the power could fail and leave the new name with nothing in it, or not leave the new name."""
+    fsync, log = os.fsync, tmp_path / "log"
+
+    def noting(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        there = sorted(each.name for each in (tmp_path / "snapshots").iterdir())
+        fsync(descriptor)
+        with log.open("a") as file:  # a child of this process writes the snapshot
+            print(path.name, path.stat().st_size > 0, *there, file=file)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    snapshots = Snapshots(tmp_path)
+    snapshots.take({"version": 1}, 1)
+    snapshots.wait()
+    part, whole = "version-000000000001.part", "version-000000000001.pt"
+    assert log.read_text().splitlines() == [f"{part} True {part}", f"snapshots True {whole}"]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Noted(Snapshots):
+    """Notes what it would write."""
+
+    def take(self, state: dict[str, int], version: int) -> None:
+        self.taken = [*getattr(self, "taken", []), version]
+
+
+def test_snapshots_are_as_far_apart_as_was_asked(tmp_path: Path) -> None:
+    """A version a second, and 12 seconds between two."""
+    clock = Clock()
+    snapshots = Noted(tmp_path, clock)
+    for version in range(28):
+        clock.now = float(version)
+        snapshots.keep_up(dict, version, 12.0)
+    assert snapshots.taken == [0, 12, 24]
+    clock.now = 1000.0
+    snapshots.keep_up(dict, 24, 12.0)
+    assert snapshots.taken == [0, 12, 24], "nothing has changed since the last"

@@ -30,7 +30,6 @@ from scripts.faults.thread_server import ThreadServer
 from tests.helpers import failing_server, in_process
 from tests.helpers.commands import ROOT, Processes, launch_command
 from tests.helpers.launched import count, server_of, worker_of
-from tests.helpers.mortal import InlineSnapshots
 from tests.helpers.run_files import events
 from tests.helpers.server_client import LAYOUT, METHOD, StartServer, StartThreadServer, join, join_patiently, pull, push
 from tests.helpers.waiting import wait_until
@@ -207,20 +206,6 @@ def test_a_storm_of_connections_with_the_token_costs_no_update(start_server: Sta
         other.left.set()
         assert push(honest, number, 0.25, base=number).status is Status.APPLIED
     assert [event["sequence"] for event in events(tmp_path)] == list(range(150))
-
-
-def test_a_snapshot_of_another_run_is_set_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ours, theirs = (InlineSnapshots(tmp_path, run=run) for run in ("ours", "theirs"))
-    ours.take({"version": 1}, 1)
-    theirs.take({"version": 9}, 9)
-    (ours.directory / "version-000000000005.part").write_text("torn by a kill -9 before it got its name")
-    found = ours.latest(lambda state: None)
-    assert found is not None and found[1] == {"version": 1}
-    assert "version-000000000009.pt is skipped: it is of another run" in capsys.readouterr().err
-    assert sorted(path.name for path in ours.directory.iterdir()) == [
-        "version-000000000001.pt",
-        "version-000000000009.other",
-    ]
 
 
 def test_a_flood_of_epochs_is_kept_to_what_an_update_may_have(tmp_path: Path) -> None:

@@ -1,1 +1,0 @@
-"""Faults on purpose: schedules as data, a proxy that understands messages, a server that dies at any line."""

@@ -1,0 +1,202 @@
+"""The process that waits to become the server, and what ends with a server."""
+
+import errno
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from fairseq_async.protocol import (
+    Status,
+)
+from fairseq_async.protocol.standby import Adopted, is_orphan
+from fairseq_async.worker.start.server_process import ServerProcess
+from tests.helpers.run_files import snapshot_versions
+from tests.helpers.server_client import (
+    SGD_SERVER,
+    StartServer,
+    join_patiently,
+    kill,
+    pull,
+    push,
+)
+from tests.helpers.waiting import wait_until
+
+
+def test_a_server_that_is_told_to_end_with_all_others_keeps_what_it_has(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """DeepSpeed's launcher sends SIGTERM to all that a rank has started, then to the rank. Slurm can send any signal to
+    every process of a job, as a warning of its end."""
+    server = start_server(restarts=1)
+    first = join_patiently(server, 0, snapshot_seconds=1e6)
+    wait_until(lambda: snapshot_versions(tmp_path) == [0])
+    process = server.process
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(process.pid, number)
+        os.kill(standby := standby_of(server), number)
+    push(first, 0, 0.125)
+    assert not is_a_zombie(standby)
+    server.end()  # as when the process that has started it is gone
+    assert server.process is process and process.returncode == 0
+    assert snapshot_versions(tmp_path)[-1:] == [1]
+
+
+def standby_of(server: ServerProcess) -> int:
+    """Its process, which says its number when the server has forked it."""
+    assert server._standby is not None
+    return int(server._standby._ours.recv(32, socket.MSG_PEEK))
+
+
+def test_the_standby_becomes_the_server_and_another_one_waits(start_server: StartServer, tmp_path: Path) -> None:
+    server = start_server(restarts=2)
+    first = join_patiently(server, 0, snapshot_seconds=1e-3)
+    standby = standby_of(server)
+    push(first, 0, 0.5)
+    wait_until(lambda: snapshot_versions(tmp_path)[-1:] == [1])
+    kill(server)
+    assert push(first, 1, 0.25, base=1).status is Status.APPLIED and server.process.pid == standby
+    assert pull(first) == (2, 0.25)
+    standby = standby_of(server)
+    kill(server)
+    assert push(first, 2, 0.125, base=2).status is Status.APPLIED and server.process.pid == standby
+    wait_until(lambda: server._standby is None)  # the server will not be started again
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_server_comes_back_without_its_standby_and_a_standby_that_dies_is_replaced(
+    start_server: StartServer, replaced: bool
+) -> None:
+    server = start_server(restarts=2)
+    first = join_patiently(server, 0, snapshot_seconds=1e-3)
+    standby, line = standby_of(server), server._standby
+    os.kill(standby, signal.SIGKILL)
+    if replaced:
+        wait_until(lambda: server._standby is not line and server._standby is not None, 30)
+        assert server._standby is not None and server._standby.process is not None
+        standby = server._standby.process.pid
+    kill(server)
+    assert push(first, 0, 0.5).status is Status.APPLIED
+    assert (server.process.pid == standby) is replaced
+    standby = standby_of(server)
+    kill(server)
+    assert push(first, 1, 0.25, base=1).status is Status.APPLIED and server.process.pid == standby
+
+
+def test_a_server_that_was_a_standby_ends_in_order(start_server: StartServer) -> None:
+    server = start_server(workers=1, restarts=2)
+    first = join_patiently(server, 0)
+    standby_of(server)
+    kill(server)
+    assert push(first, 0, 0.5).status is Status.APPLIED
+    first.leave(finished=True)
+    wait_until(lambda: server.poll() == 0 and server.restarts == 1)
+
+
+@pytest.mark.parametrize("how", ["end", "stop", "finished", "starter is gone"])
+def test_a_standby_ends_with_its_server(start_server: StartServer, how: str) -> None:
+    server = start_server(workers=1, restarts=1)
+    first = join_patiently(server, 0)
+    standby = standby_of(server)
+    if how == "finished":
+        first.leave(finished=True)
+    elif how == "starter is gone":
+        assert server._standby is not None
+        server._standby._ours.close()
+    else:
+        (server.end if how == "end" else server.stop)()
+    wait_until(lambda: not Path(f"/proc/{standby}/cmdline").exists() or is_a_zombie(standby), 30)
+
+
+def test_a_server_and_its_standby_end_with_a_killed_starter_of_which_a_fork_lives_on(
+    tmp_path: Path, executed: None
+) -> None:
+    """A data loader's process of a worker 0 that was killed has all that worker 0 had open."""
+    reader, writer = os.pipe()
+    starter = os.fork()
+    if starter == 0:
+        try:
+            server = ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "server.log", restarts=1)
+            numbers = [server.process.pid, standby_of(server)]
+            if (fork := os.fork()) > 0:
+                os.write(writer, json.dumps([*numbers, fork]).encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    *processes, fork = json.loads(os.read(reader, 100))
+    try:
+        os.kill(starter, signal.SIGKILL)
+        os.waitpid(starter, 0)
+        for each in processes:
+            wait_until(lambda each=each: not Path(f"/proc/{each}/cmdline").exists() or is_a_zombie(each), 30)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.close(reader)
+        os.close(writer)
+
+
+def test_a_standby_that_is_stopped_holds_nobody_up_and_becomes_no_second_server(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_server(restarts=1)
+    first = join_patiently(server, 0)
+    standby = standby_of(server)
+    os.kill(standby, signal.SIGSTOP)
+    monkeypatch.setattr("fairseq_async.protocol.standby._ANSWER_SECONDS", 0.2)
+    kill(server)
+    assert push(first, 0, 0.5).status is Status.APPLIED and server.process.pid != standby
+    wait_until(lambda: is_a_zombie(standby))
+
+
+@pytest.mark.parametrize("succeed", [0, 1])
+def test_a_server_begins_without_a_standby_where_there_is_no_room_for_a_process(
+    monkeypatch: pytest.MonkeyPatch, succeed: int
+) -> None:
+    fork, left = os.fork, [None] * succeed
+
+    def scarce() -> int:
+        if not left:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        left.pop()
+        return fork()
+
+    monkeypatch.setattr(os, "fork", scarce)
+    assert not is_orphan()
+
+
+def test_a_server_that_was_a_standby_is_no_zombie_where_this_process_takes_over_orphans() -> None:
+    """As the first process of a container."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert Adopted(child, open(os.devnull, "wb")).wait(10) == -signal.SIGKILL
+    with pytest.raises(ChildProcessError):
+        os.waitpid(child, os.WNOHANG)
+
+
+def is_a_zombie(process: int) -> bool:
+    try:
+        return ") Z " in Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return True
+
+
+def test_a_server_that_is_killed_while_it_is_started_again_costs_one_restart_more(
+    start_server: StartServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = start_server(restarts=3)
+    first = join_patiently(server, 0)
+    for restarts in (2, 1):  # the next one is killed as soon as it is there
+        pid = server.process.pid
+        kill(server)
+        wait_until(lambda pid=pid: server.process.pid != pid)  # type: ignore[misc]
+        assert server.restarts == restarts
+    kill(server)
+    assert push(first, 0, 0.5).status is Status.APPLIED and server.restarts == 0
+    assert "the one that was to go on has died at once" in capfd.readouterr().err
+    kill(server)
+    wait_until(lambda: server.poll() == -signal.SIGKILL)
+    assert "cannot be started again" not in capfd.readouterr().err
