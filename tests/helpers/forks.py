@@ -1,9 +1,9 @@
 """``python forks.py FOLDER MODULE…``: imports the modules, and then forks for each process that ``forked.py`` asks for.
 
-A fork runs its program as the interpreter would, with another copy of our own package but for its lowest layers, which
-keep nothing, and fairseq is imported again where the program imports it. What a fork starts is a fork in the same way. So everything is as after an exec, but for
-the seconds of the imports, and for what differs from process to process and not from fork to fork: the order in sets
-of texts. The process ends when its input does.
+A fork runs its program as the interpreter would, with another copy of our own package but for its lowest layers, in
+which no program leaves anything, and fairseq is imported again where the program imports it. What a fork starts is a
+fork in the same way. So everything is as after an exec, but for the seconds of the imports, and for what differs from
+process to process and not from fork to fork: the order in sets of texts. The process ends when its input does.
 """
 
 import atexit
