@@ -143,6 +143,7 @@ NOT_RUN = {  # beginnings of commands, and why; where a test has the same, its n
     "fairseq-async launch --workers 4 --token-file token": "one of the two regions of tests/launch/test_regions.py",
     "bash scripts/chaos.sh": "minutes to hours of faults; tests/recipes/test_schedule_of_faults.py injects them",
     "python scripts/fuzz": "minutes; tests/server/test_fuzz.py runs the same fuzzers for seconds",
+    "fairseq-async demo": "a minute; tests/cli/test_demo.py has few steps",
     "python scripts/bench/": "minutes to hours of measurement; tests/test_quick_commands_of_documents.py parses them",
 }
 MEASURED = "docs/results/"  # trainings there took hours; test_quick_commands_of_documents.py parses or runs them

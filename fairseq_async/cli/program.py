@@ -10,11 +10,11 @@ from typing import NoReturn
 
 import typer
 
-from fairseq_async.cli import inspect, run, simulate
+from fairseq_async.cli import demo, inspect, run, simulate
 from fairseq_async.errors import AsyncError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for commands in (run, simulate, inspect):
+for commands in (demo, run, simulate, inspect):
     app.add_typer(commands.app)
 
 

@@ -1,0 +1,119 @@
+"""``fairseq-async demo``: what a slow worker costs a synchronous run, and what it costs without waiting."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fairseq_async.errors import AsyncError, ConfigurationError
+
+_RUNS = ("synchronous", "asynchronous")
+_WIDTH, _HEIGHT = 72, 14  # of the picture in the terminal, in characters
+_MEAN = 15  # updates over which a loss is averaged
+_Curve = list[tuple[float, float]]  # seconds since the first update, loss in nats
+app = typer.Typer()
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for the runs and the picture.")] = Path(
+        "runs/demo"
+    ),
+    steps: Annotated[int, typer.Option(metavar="N", min=2, help="Steps of each run.")] = 150,
+) -> None:
+    """Train a small model twice in a minute, synchronously and not; one of two workers is four times slower."""
+    from rich.live import Live  # start-up time
+
+    from fairseq_async.launch.progress.display import plain_console
+
+    try:
+        for name in _RUNS:
+            (out / name).mkdir(parents=True, exist_ok=True)
+            (out / name / "events.jsonl").unlink(missing_ok=True)  # of an earlier call
+    except OSError as error:
+        raise ConfigurationError(f"--out {out}: cannot be written: {error.strerror}") from error
+    curves: dict[str, _Curve] = {}
+    with Live(console=plain_console(), auto_refresh=False) as live:
+        for name in _RUNS:
+            for _ in _run(name, out / name, steps):
+                curves[name] = _read(out / name)
+                live.update(_picture(curves), refresh=True)
+    _draw(curves, out / "demo.png")
+    seconds = {name: curve[-1][0] for name, curve in curves.items()}
+    last = curves["synchronous"][-1][1]
+    print(
+        f"\nThe same number of batches took {seconds['synchronous']:.0f} s synchronously, where the fast worker waits "
+        f"for the slow one, and {seconds['asynchronous']:.0f} s asynchronously; the synchronous run's last loss, "
+        f"{last:.2f}, was there after {_reached(curves['asynchronous'], last)}.\n"
+        f"The picture is {out / 'demo.png'}. Next: fairseq-async report {out / _RUNS[0]} {out / _RUNS[1]}, and "
+        f"{Path(__file__).with_name('demo_training.py')} is the training, a loop of PyTorch with one with block."
+    )
+
+
+def _run(name: str, run_dir: Path, steps: int) -> Iterator[None]:
+    """Trains with two workers; yields twice a second meanwhile, and at the end.
+
+    Raises:
+        AsyncError: it failed; names the log.
+    """
+    training = [sys.executable, "-m", "fairseq_async.cli.demo_training", str(run_dir), str(steps), name]
+    launch = [sys.executable, "-m", "fairseq_async", "launch", "--workers", "2", "--slowdown", "1,4", "--"]
+    log = run_dir.with_suffix(".log")
+    with log.open("w") as output, subprocess.Popen([*launch, *training], stdout=output, stderr=output) as process:
+        while process.poll() is None:
+            yield
+            time.sleep(0.5)
+    if process.returncode:
+        raise AsyncError(f"the {name} run has failed with exit code {process.returncode}; {log} says why")
+    yield
+
+
+def _read(run_dir: Path) -> _Curve:
+    """Returns the loss of a run over time, averaged over the last updates."""
+    from fairseq_async.records.events import read_events  # start-up time
+
+    events = [event for event in read_events(run_dir / "events.jsonl") if event.loss is not None]
+    losses = [event.loss or 0.0 for event in events]
+    means = [sum(losses[max(0, n - _MEAN) : n]) / min(n, _MEAN) for n in range(1, len(losses) + 1)]
+    return [(event.time - events[0].time, mean) for event, mean in zip(events, means, strict=True)]
+
+
+def _reached(curve: _Curve, loss: float) -> str:
+    after = next((seconds for seconds, each in curve if each <= loss), None)
+    return "none of it" if after is None else f"{after:.0f} s"
+
+
+def _picture(curves: dict[str, _Curve]) -> str:
+    """Returns the curves in characters: s is the synchronous run, a the other."""
+    points = [point for curve in curves.values() for point in curve]
+    if not points:
+        return "starting two workers, of which one is four times slower …"
+    longest, highest = max(1.0, *(x for x, _ in points)), max(y for _, y in points)
+    lowest = min(y for _, y in points)
+    rows = [[" "] * _WIDTH for _ in range(_HEIGHT)]
+    for name, curve in curves.items():
+        for x, y in curve:
+            row = round((highest - y) / max(highest - lowest, 1e-9) * (_HEIGHT - 1))
+            rows[row][round(x / longest * (_WIDTH - 1))] = name[0]
+    heights = [f"{highest:5.2f}", *["     "] * (_HEIGHT - 2), f"{lowest:5.2f}"]
+    lines = [f"{height} |{''.join(row)}" for height, row in zip(heights, rows, strict=True)]
+    below = f"0{'s synchronous, a asynchronous':^{_WIDTH - 7}}{longest:4.0f} s"
+    return "\n".join([*lines, f"loss  +{'-' * _WIDTH}", f"       {below}"])
+
+
+def _draw(curves: dict[str, _Curve], path: Path) -> None:
+    import matplotlib  # start-up time
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+    for name, curve in curves.items():
+        axes.plot(*zip(*curve, strict=True), label=name)
+    axes.set(xlabel="seconds", ylabel="loss (nats per byte)", title="Two workers, one of them four times slower")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
