@@ -40,6 +40,7 @@ SHORTER = (
     (r"^((?!.*--save-dir).*fairseq-train\)? .*)$", r"\1 --save-dir SAVE_DIR"),
     (r"--max-update 20000", "--max-update 3"),
     (r"(--workers|--nproc-per-node|srun -n) [3-9]", r"\1 2"),
+    (r"--workers 2 (-- fairseq-train .*--(?:compress|fragments|shards|record))", r"--workers 1 \1"),
     (r"^torchrun", "torchrun --standalone"),
     (r"--num_(?:gpus|accelerators) \d", "--num_accelerators 2 --master_port 29400"),
     (r"(?:HOST|127\.0\.0\.2|10\.9\.0\.1):29400", "127.0.0.1:29400"),  # this machine is every machine
@@ -144,6 +145,13 @@ NOT_RUN = {  # beginnings of commands, and why; where a test has the same, its n
     "bash scripts/chaos.sh": "minutes to hours of faults; tests/recipes/test_schedule_of_faults.py injects them",
     "python scripts/fuzz": "minutes; tests/server/test_fuzz.py runs the same fuzzers for seconds",
     "fairseq-async demo": "a minute; tests/cli/test_demo.py has few steps",
+    "bash scripts/demo.sh --method": "the recipe without options, and each method by --method all of the other recipe",
+    "python recipes/multi30k_en_de/run.py  ": "one run with --method all, which has both methods of this one",
+    "python recipes/multi30k_en_de/run.py --method hybrid": "the same",
+    "python recipes/multi30k_en_de/run.py --size": "the same; the options are parsed",
+    "python recipes/multi30k_en_de/run.py --data": "the same; --data is given to it here",
+    "bash scripts/c4_demo.sh --data": "the command without it makes a text and gives it by --data",
+    "deepspeed --num_gpus 4 recipes/hf_trainer/": "GPUs; the page has the same command for CPUs",
     "python scripts/bench/": "minutes to hours of measurement; tests/test_quick_commands_of_documents.py parses them",
 }
 MEASURED = "docs/results/"  # trainings there took hours; test_quick_commands_of_documents.py parses or runs them

@@ -94,7 +94,6 @@ def test_worker_0_alone_validates_and_saves_the_servers_parameters(two: tuple[Pa
     assert all((best[name] == final[name]).all() for name in final)
 
 
-@pytest.mark.usefixtures("executed")
 def test_a_training_that_is_resumed_goes_on_with_the_servers_state(two: tuple[Path, list[dict[str, Any]]]) -> None:
     """Also on worker 1, which has no checkpoints of its own."""
     out, before = two
@@ -123,7 +122,6 @@ def test_three_workers_of_hybrid_async_share_the_steps_of_the_server(tmp_path: P
 @pytest.mark.parametrize(
     ("slowdown", "section", "stops"),
     [
-        ("1,6", {"local_steps": 2}, False),
         ("6,1", {"local_steps": 2, "total_steps": 20}, False),
         ("6,1", {"method": "hybrid_async"}, False),
         ("1,6", {"method": "hybrid_async"}, True),

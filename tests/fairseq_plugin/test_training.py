@@ -39,19 +39,16 @@ def test_one_worker_and_one_update_per_step_is_plain_adam_bit_for_bit(alone: Alo
     assert len(events(tmp_path / "ours")) == 30
 
 
-@pytest.mark.parametrize(("workers", "inner"), [(3, ["sgd", "--momentum", "0.9"]), (2, ["adam"])])
 def test_the_barrier_is_fairseqs_synchronous_run(
-    launch: Launch, processes: Processes, data: Path, tmp_path: Path, workers: int, inner: list[str]
+    launch: Launch, processes: Processes, data: Path, tmp_path: Path
 ) -> None:
-    """20 updates reach into the second epoch, whose end has a batch for some workers only."""
-    flags = [*inner[1:], "--max-update", 20, *(["--lr", "0.5"] if inner[0] == "sgd" else [])]
-    synchronous(processes, data, tmp_path / "sync", workers, "--optimizer", inner[0], *flags)
-    code, output = launch(workers, tmp_path / "ours", "--inner-optimizer", *inner[:1], "--barrier", *flags)
+    """12 updates reach into the second epoch, whose end has a batch for some workers only."""
+    flags = ["--momentum", "0.9", "--max-update", 12, "--lr", "0.5"]
+    synchronous(processes, data, tmp_path / "sync", 3, "--optimizer", "sgd", *flags)
+    code, output = launch(3, tmp_path / "ours", "--inner-optimizer", "sgd", "--barrier", *flags)
     assert code == 0, output
     differences = relative_differences(tmp_path / "sync/checkpoint_last.pt", tmp_path / "ours/checkpoint_last.pt")
     assert len(differences) > 30
-    if inner[0] == "adam":  # the gradient of a key's bias is nothing but rounding noise, which Adam blows up
-        differences = {name: d for name, d in differences.items() if not name.endswith("k_proj.bias")}
     assert max(differences.values()) < 1e-6
 
 
@@ -61,7 +58,7 @@ def test_two_asynchronous_workers_learn_and_leave_what_was_promised(
 ) -> None:
     tensorboard = tmp_path / "tensorboard"
     code, output = launch(
-        2, tmp_path, "--max-update", 300, "--save-interval-updates", 50, "--tensorboard-logdir", tensorboard
+        2, tmp_path, "--max-update", 200, "--save-interval-updates", 50, "--tensorboard-logdir", tensorboard
     )
     assert code == 0, output
     log = tmp_path / "logs/worker-0.log"
@@ -70,8 +67,8 @@ def test_two_asynchronous_workers_learn_and_leave_what_was_promised(
     updates = events(tmp_path)
     applied = [event for event in updates if event["status"] == "applied"]
     assert {event["worker"] for event in applied} == {0, 1}
-    assert len(applied) in (600, 601)  # two gradients are a step, and the last may begin in the middle of one
-    assert applied[-1]["version_after"] >= 300  # a step that closes with one of them is half a step
+    assert len(applied) in (400, 401)  # two gradients are a step, and the last may begin in the middle of one
+    assert applied[-1]["version_after"] >= 200  # a step that closes with one of them is half a step
     for worker in (0, 1):
         sequences = [event["sequence"] for event in applied if event["worker"] == worker]
         assert sequences == list(range(len(sequences)))
@@ -178,12 +175,13 @@ def test_a_worker_without_a_batch_is_a_mistake_in_one_line(launch: Launch, tmp_p
 
 
 def test_max_epoch_counts_the_passes_of_all_workers_together(launch: Launch, tmp_path: Path) -> None:
-    code, output = launch(2, tmp_path, "--max-epoch", 8, "--updates-per-step", 1, launcher=["--slowdown", "1,3"])
+    code, output = launch(2, tmp_path, "--max-epoch", 8, "--updates-per-step", 1, launcher=["--slowdown", "1,8"])
     assert code == 0, output
     applied = [event for event in events(tmp_path) if event["status"] == "applied"]
     assert abs(len(applied) - 8 * 25) <= 2  # 25 batches a pass, in each worker's own order
-    counts = [sum(event["worker"] == worker for event in applied) for worker in (0, 1)]
-    assert counts[0] > counts[1] > 0
+    workers = [event["worker"] for event in applied]
+    together = workers[max(workers.index(0), workers.index(1)) :]  # from when both are there
+    assert together.count(0) > 2 * together.count(1) > 0, "worker 1 is slowed down"
 
 
 def test_half_precision_models_have_fp32_masters_in_the_server(alone: Alone, tmp_path: Path) -> None:
