@@ -23,7 +23,7 @@ def imported(path: Path) -> set[str]:
 
 
 def modules_named_in_strings(path: Path) -> set[str]:
-    """As in ``[sys.executable, "-m", "tests.helpers.steady_worker"]``."""
+    """As in ``[sys.executable, "-m", "tests.helpers.adding_worker"]``."""
     constants = (
         node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant)
     )

@@ -17,7 +17,13 @@ from fairseq_async.algorithms.codecs.payload import seal
 from fairseq_async.errors import CodecError
 
 CODECS = [BF16(), Int8(), E3M0(), TopK(9, 2, 1), AdaComp(10), AdaCompBins(10), DQSGD(), DQSGD(3, 16, "max")]
-OF_EACH = pytest.mark.parametrize("codec", [*CODECS, CountSketch(columns=64)], ids=lambda codec: type(codec).__name__)
+
+
+def name_of(codec: Codec) -> str:
+    return type(codec).__name__
+
+
+OF_EACH = pytest.mark.parametrize("codec", [*CODECS, CountSketch(columns=64)], ids=name_of)
 
 
 def vector(size: int) -> Tensor:
@@ -97,9 +103,7 @@ def test_half_a_byte_behind_the_last_value_has_to_be_zero() -> None:
         E3M0(4).decode(sealed(data[:-1] + bytes([data[-1] | 0xF0])), 3)
 
 
-@pytest.mark.parametrize(
-    "codec", [AdaComp(4), AdaCompBins(4), DQSGD(4), DQSGD(4, 2)], ids=lambda codec: type(codec).__name__
-)
+@pytest.mark.parametrize("codec", [AdaComp(4), AdaCompBins(4), DQSGD(4), DQSGD(4, 2)], ids=name_of)
 @pytest.mark.parametrize("lies", [(1, 3), (4,), (2, 2, 0), (2, 0, 2)])
 def test_tensors_of_other_sizes_than_the_models_are_refused(codec: Codec, lies: tuple[int, ...]) -> None:
     values = torch.tensor([1.0, -2.0, 3.0, 0.5])

@@ -15,7 +15,7 @@ from fairseq_async.deepspeed_plugin.loading import Loading, loading_of
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.worker.batches import digest_of
 from fairseq_async.worker.shards import ShardOrder
-from tests.helpers.positions import Position
+from tests.helpers.stand_ins import Position
 
 
 class Numbers:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.checkpoints import load, relative_differences
 from tests.helpers.fairseq_jobs import ADAM, ADASCALE, SGD, Job, checkpoint_differences, run_jobs
+from tests.helpers.run_files import load, relative_differences
 
 JOBS = {
     "by_ranks": Job(2, [*ADASCALE, *SGD, "--max-update", 20]),

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.checkpoints import load, relative_differences
 from tests.helpers.fairseq_jobs import ADAM, ADASUM, SGD, Job, checkpoint_differences, run_jobs
+from tests.helpers.run_files import load, relative_differences
 
 JOBS = {
     "adam_straight": Job(2, [*ADASUM, *ADAM, "--max-update", 26]),

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.checkpoints import load, relative_differences
 from tests.helpers.commands import FP16_USER_DIR, Processes, train_alone
+from tests.helpers.run_files import load, relative_differences
 
 USER = ["--user-dir", FP16_USER_DIR]
 # Neither Adam nor a clipped gradient would show a factor that is too much in all gradients.

@@ -9,9 +9,8 @@ import pytest
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.command.programs import is_fairseq
 from fairseq_async.records.validations import VALIDATIONS
-from tests.helpers.checkpoints import load_without_trust
 from tests.helpers.commands import ROOT, Processes, command
-from tests.helpers.run_files import events
+from tests.helpers.run_files import events, load_without_trust
 
 LSTM = (
     "--task translation --arch lstm --encoder-embed-dim 32 --decoder-embed-dim 32 --encoder-hidden-size 32 "

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from fairseq_async.environment import PLUGINS, WORKER
-from tests.helpers.checkpoints import load, relative_differences
 from tests.helpers.commands import HYBRID, MODEL, NAN_USER_DIR, PACKAGE, Processes, command
-from tests.helpers.run_files import events, valid_losses
+from tests.helpers.run_files import events, load, relative_differences, valid_losses
 
 Alone = Callable[..., dict[str, tuple[int, str]]]
 ADAM = ["--inner-optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--lr", "5e-3"]

@@ -7,7 +7,7 @@ import torch
 from fairseq.logging import metrics
 
 from fairseq_async.fairseq_plugin.compat.checkpoints import plain_values
-from tests.helpers.checkpoints import load_without_trust
+from tests.helpers.run_files import load_without_trust
 
 COUNTS = np.array([79, 60, 42, 28])
 

@@ -22,11 +22,10 @@ from fairseq_async.fairseq_plugin.compat.shards import DataShard, ShardedBatches
 from fairseq_async.fairseq_plugin.replayed import FairseqRun
 from fairseq_async.fairseq_plugin.shards import ShardedEpochs, sharded_batches
 from fairseq_async.replay.replay import Recording, Replay
-from tests.helpers.checkpoints import load, relative_differences
 from tests.helpers.commands import MODEL, PACKAGE, Processes, command, train_alone
 from tests.helpers.launched import count, find, worker_of
-from tests.helpers.positions import Position
-from tests.helpers.run_files import events
+from tests.helpers.run_files import events, load, relative_differences
+from tests.helpers.stand_ins import Position
 from tests.helpers.waiting import wait_until
 
 Alone = Callable[..., dict[str, tuple[int, str]]]

@@ -14,11 +14,11 @@ from fairseq_async.fairseq_plugin.adascale import AdaScaleTrainer
 from fairseq_async.fairseq_plugin.adasum import AdasumTrainer
 from fairseq_async.fairseq_plugin.refused import started_ranks
 from fairseq_async.fairseq_plugin.session import Main
-from tests.helpers.checkpoints import load
 from tests.helpers.commands import MODEL, PACKAGE, Processes, command
 from tests.helpers.fairseq_flags import parsed
 from tests.helpers.fairseq_jobs import ADAM, ADASCALE, ADASUM, SGD
 from tests.helpers.forking import command_line
+from tests.helpers.run_files import load
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.checkpoints import load, relative_differences
 from tests.helpers.commands import HYBRID, MODEL, NAN_USER_DIR, PACKAGE, Processes, command, plain_command
-from tests.helpers.run_files import events, valid_losses
+from tests.helpers.run_files import events, load, relative_differences, valid_losses
 
 Launch = Callable[..., tuple[int, str]]
 Alone = Callable[..., dict[str, tuple[int, str]]]

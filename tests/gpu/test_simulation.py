@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.gaussian_trials import Log, trial
+from tests.helpers.simulations import Log, tiny_trial
 
 LOCAL = {"method": "local_sgd", "outer": "nesterov", "local_steps": 2}
 METHODS: list[dict[str, Any]] = [
@@ -27,11 +27,11 @@ def test_a_simulation_on_a_gpu_is_that_on_the_cpu(tmp_path: Path, method: dict[s
     cluster, logs, ends = {"workers": 2, "seconds_per_step": [1.0, 1.5]}, [], []
     for device in ("cpu", "cuda"):
         log, other = Log(), Log()
-        first = trial(tmp_path, method, log, cluster=cluster, device=device)
+        first = tiny_trial(tmp_path, method, log, cluster=cluster, device=device)
         for _ in range(5):
             first.advance()
         torch.save(first.state_dict(), tmp_path / "state.pt")
-        second = trial(tmp_path, method, other, cluster=cluster, device=device)
+        second = tiny_trial(tmp_path, method, other, cluster=cluster, device=device)
         second.load_state_dict(torch.load(tmp_path / "state.pt", map_location=device, weights_only=True))
         while second.advance():
             pass

@@ -15,11 +15,10 @@ from fairseq_async.collective import DistributedAdasum
 from fairseq_async.exchange.ports import free_port
 from fairseq_async.pytorch import HybridAsync
 from fairseq_async.server.programs import gradient_main
-from tests.helpers.checkpoints import load
 from tests.helpers.commands import MODEL, Processes, command
 from tests.helpers.fairseq_jobs import ADAM
-from tests.helpers.run_files import events
-from tests.helpers.torch_workers import ThreadWorkers
+from tests.helpers.run_files import events, load
+from tests.helpers.thread_workers import ThreadWorkers
 
 STEPS, DEVICE = 6, "cuda"
 

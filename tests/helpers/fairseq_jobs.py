@@ -5,8 +5,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.helpers.checkpoints import relative_differences
 from tests.helpers.commands import HELPERS, MODEL, PACKAGE, Processes
+from tests.helpers.run_files import relative_differences
 
 SECONDS = 280
 SGD = ["--inner-optimizer", "sgd", "--lr", "0.5", "--dropout", "0"]

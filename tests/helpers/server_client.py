@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from fairseq_async.errors import ExchangeError
 from fairseq_async.protocol import Layout, Push, PushReply, Report, Request, encode
+from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.sgd_server import sgd_spec
@@ -79,3 +81,16 @@ def pull(client: Client) -> tuple[int, float]:
 def kill(server: ServerProcess) -> None:
     """By SIGKILL."""
     os.kill(server.process.pid, signal.SIGKILL)
+
+
+def lose_next_answer(worker: AsyncWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next answer does not reach the worker, whose connection is gone with it."""
+    channel = worker.client._channel
+    receive = channel.answer
+
+    def lost(expected: type[Any]) -> Any:
+        receive(expected)
+        channel.close()
+        raise ExchangeError("cut")
+
+    monkeypatch.setattr(channel, "answer", lost)

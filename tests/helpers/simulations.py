@@ -1,4 +1,4 @@
-"""Simulated runs of a second, on a cluster of three workers of different speed."""
+"""Simulated runs of a second: on a cluster of three workers of different speed, and tiny ones."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,6 +48,9 @@ class Log:
         self.events.append((time, receipt, report))
         self.extra.append(extra)
 
+    def lines(self) -> list[str]:
+        return [repr(event) for event in zip(self.events, self.extra, strict=True)]
+
     def of(self, worker: int) -> list[float]:
         return [time for time, receipt, _ in self.events if receipt.worker == worker]
 
@@ -80,3 +83,28 @@ def run(tmp_path: Path, method: dict[str, Any], **changes: Any) -> tuple[Trial, 
     simulated = trial(experiment(tmp_path, methods={"it": method}, **changes), log)
     finish(simulated)
     return simulated, log
+
+
+def tiny_experiment(tmp_path: Path, method: dict[str, Any], **changes: Any) -> Experiment:
+    """One method; ``changes`` are keys of the experiment file."""
+    given: dict[str, Any] = {
+        "problem": {"type": "gaussians", "samples": 64, "hidden": 2},
+        "steps": 6,
+        "batch_size": 2,
+        "optimizer": {"type": "sgd", "lr": 0.1, "momentum": 0.9},
+        "methods": {"it": method},
+    }
+    path = tmp_path / "experiment.yaml"
+    path.write_text(yaml.safe_dump(given | changes, sort_keys=False))
+    return read(path)
+
+
+def tiny_trial(tmp_path: Path, method: dict[str, Any], log: Log, **changes: Any) -> Trial:
+    """One method on one cluster, on the CPU unless ``device`` says otherwise."""
+    given = tiny_experiment(tmp_path, method, **changes)
+    torch.manual_seed(given.seed)
+    problem = Gaussians(given.seed, torch.device(changes.get("device", "cpu")), samples=64, hidden=2)
+    (cluster,) = given.clusters.values()
+    order = ShardOrder(shard_sizes(problem.samples, cluster.workers), given.seed)
+    model = SharedModel(problem, given.head.batch_size, order, given.seed)
+    return Trial(given, given.methods[0], cluster, model, model.flat.clone(), log)

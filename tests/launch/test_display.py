@@ -14,7 +14,7 @@ from rich.console import Console
 from fairseq_async.launch.progress.display import Display
 from fairseq_async.launch.progress.progress import Progress
 from fairseq_async.method.spec import MethodSpec
-from tests.helpers.no_room import NoRoom
+from tests.helpers.stand_ins import NoRoom
 
 
 def event(worker: int, version: int, now: float, **more: Any) -> str:

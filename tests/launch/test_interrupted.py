@@ -24,10 +24,9 @@ from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.start.rendezvous import ServerRequest
 from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.sgd_server import sgd_spec
-from tests.helpers.checkpoints import load, relative_differences
 from tests.helpers.commands import Processes, launch_command
 from tests.helpers.launched import count
-from tests.helpers.run_files import events, snapshot_versions
+from tests.helpers.run_files import events, load, relative_differences, snapshot_versions
 from tests.helpers.server_client import LAYOUT, SGD_SERVER, pull, push
 from tests.helpers.waiting import wait_until
 

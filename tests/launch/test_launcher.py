@@ -24,10 +24,9 @@ from fairseq_async.launch.command.command import WorkerCommand
 from fairseq_async.launch.command.script import ScriptCommand
 from fairseq_async.launch.launcher import Launcher
 from fairseq_async.launch.processes import RunFailedError, Worker, interrupt_on_signals
-from tests.helpers.checkpoints import load
 from tests.helpers.commands import HYBRID, MODEL, ROOT, Processes, command, free_port, launch_command
 from tests.helpers.launched import count, find, server_of, worker_of
-from tests.helpers.run_files import events
+from tests.helpers.run_files import events, load
 from tests.helpers.waiting import wait_until
 
 Launch = Callable[..., tuple[int, str]]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fairseq_async.server.plan import Build
-from tests.helpers.torch_workers import ThreadWorkers
+from tests.helpers.thread_workers import ThreadWorkers
 
 StartWorkers = Callable[[int, Build], ThreadWorkers]
 

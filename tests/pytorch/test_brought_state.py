@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 from fairseq_async.pytorch import HybridAsync
 from fairseq_async.server.programs import gradient_main
 from fairseq_async.worker.start.context import WorkerContext
-from tests.helpers.torch_workers import ThreadWorkers
+from tests.helpers.thread_workers import ThreadWorkers
 
 Start = Callable[..., ThreadWorkers]
 BEFORE, AFTER = 7, 10

@@ -19,7 +19,7 @@ from fairseq_async.protocol import Status
 from fairseq_async.pytorch import AsyncLocalSGD
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.programs import local_sgd_main
-from tests.helpers.torch_workers import ThreadWorkers
+from tests.helpers.thread_workers import ThreadWorkers
 
 Start = Callable[..., ThreadWorkers]
 H, ROUNDS = 2, 3

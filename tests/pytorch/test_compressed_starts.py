@@ -10,7 +10,7 @@ from torch.optim import SGD
 from fairseq_async.algorithms import Int8
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
 from fairseq_async.server.programs import gradient_main, local_sgd_main
-from tests.helpers.torch_workers import ThreadWorkers
+from tests.helpers.thread_workers import ThreadWorkers
 
 Start = Callable[..., ThreadWorkers]
 TARGETS = torch.tensor([[1.0, -2.0, 0.503], [0.0, 1.0, 3.0]])  # one a worker: they pull apart

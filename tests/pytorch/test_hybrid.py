@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import (
 
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
 from fairseq_async.server.programs import gradient_main, local_sgd_main
-from tests.helpers.torch_workers import ThreadWorkers
+from tests.helpers.thread_workers import ThreadWorkers
 
 Start = Callable[..., ThreadWorkers]
 STEPS = 6

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fairseq_async.pytorch import AsyncLocalSGD
 from fairseq_async.server.programs import local_sgd_main
-from tests.helpers.torch_workers import ThreadWorkers
+from tests.helpers.thread_workers import ThreadWorkers
 
 Start = Callable[..., ThreadWorkers]
 TARGETS = torch.tensor([[1.0, -2.0, 0.5], [0.0, 1.0, 3.0]])  # one a worker: they pull apart

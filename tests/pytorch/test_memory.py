@@ -18,7 +18,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
 from fairseq_async.pytorch.parameters import check_memory
 from fairseq_async.server.programs import gradient_main, local_sgd_main
-from tests.helpers.torch_workers import ThreadWorkers
+from tests.helpers.thread_workers import ThreadWorkers
 from tests.helpers.waiting import wait_until
 
 

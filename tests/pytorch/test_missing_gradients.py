@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fairseq_async.pytorch import HybridAsync
 from fairseq_async.server.programs import gradient_main
-from tests.helpers.torch_workers import ThreadWorkers
+from tests.helpers.thread_workers import ThreadWorkers
 
 Start = Callable[..., ThreadWorkers]
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 
 from fairseq_async.pytorch import HybridAsync
 from fairseq_async.server.programs import gradient_main
-from tests.helpers.torch_workers import ThreadWorkers
+from tests.helpers.thread_workers import ThreadWorkers
 
 Start = Callable[..., ThreadWorkers]
 STEPS = 6

@@ -12,8 +12,7 @@ from fairseq_async.reporting.audit import audit
 from tests.helpers.commands import HELPERS, ROOT, Processes, command
 from tests.helpers.launched import count, find
 from tests.helpers.run_files import snapshot_versions
-from tests.helpers.shard_hosts import shard_hosts
-from tests.helpers.sharded import SCRIPT
+from tests.helpers.sharded import SCRIPT, shard_hosts
 from tests.helpers.waiting import wait_until
 
 SECONDS = 120

@@ -15,7 +15,7 @@ from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
 from fairseq_async.pytorch.training import AsyncTraining
 from fairseq_async.server.plan import whole_steps
 from fairseq_async.server.programs import gradient_main, local_sgd_main
-from tests.helpers.torch_workers import ThreadWorkers
+from tests.helpers.thread_workers import ThreadWorkers
 
 Start = Callable[..., ThreadWorkers]
 STEPS = 12

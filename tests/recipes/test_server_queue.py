@@ -8,7 +8,7 @@ import pytest
 from fairseq_async.simulation.cluster import Cluster, Distribution, Seconds
 from fairseq_async.simulation.costs import Costs, NetworkLink
 from scripts.bench.server_queue import Exchanges, Load, ServerQueue
-from tests.helpers.gaussian_trials import Log, trial
+from tests.helpers.simulations import Log, tiny_trial
 
 EXACT = 1e-6
 
@@ -149,7 +149,7 @@ def test_the_queue_is_that_of_the_simulator_that_computes_gradients(
     log = Log()
     exchange = {"seconds": 0.1, "server_seconds": 0.01}
     cluster = {"workers": 3, "seconds_per_step": seconds, "exchange": exchange}
-    simulated = trial(tmp_path, {"method": "hybrid_async"} | method, log, cluster=cluster, steps=70)
+    simulated = tiny_trial(tmp_path, {"method": "hybrid_async"} | method, log, cluster=cluster, steps=70)
     while simulated.advance():
         pass
     late = [(time, receipt.staleness) for time, receipt, _ in log.events][len(log.events) // 3 :]

@@ -26,7 +26,7 @@ from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.server.shards.build import close_shards
 from fairseq_async.worker.connection.client import Client
 from scripts.faults.thread_server import ThreadServer
-from tests.helpers.shard_hosts import TOKEN, ShardHosts, shard_hosts
+from tests.helpers.sharded import TOKEN, ShardHosts, shard_hosts
 
 
 class CuttingRelay:

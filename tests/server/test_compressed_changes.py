@@ -19,8 +19,8 @@ from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.worker.connection.client import Client
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.fragments import Descent, streaming
-from tests.helpers.lost_answers import lose_next_answer
 from tests.helpers.mortal import MortalServer
+from tests.helpers.server_client import lose_next_answer
 
 SIZES = [2, 3]
 E3M0_STARTS = compression.parse("pull=e3m0").pull

@@ -107,7 +107,7 @@ def test_a_worker_killed_in_the_middle_of_a_push_changes_nothing_and_its_success
     process: ServerProcess, tmp_path: Path
 ) -> None:
     first = Adder(Client(process.address, process.token, 0, 30.0))
-    line = [sys.executable, "-m", "tests.helpers.dying_worker", process.address, "1"]
+    line = [sys.executable, "-m", "tests.helpers.adding_worker", "dying", process.address, "1"]
     environment = os.environ | {TOKEN: process.token, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(line, stdout=subprocess.PIPE, env=environment, cwd=ROOT) as worker:
         assert worker.stdout is not None and worker.stdout.readline() == b"in the middle\n"

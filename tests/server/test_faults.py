@@ -37,7 +37,6 @@ from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.worker.connection.client import Client
 from scripts.faults.sgd_server import sgd_spec
 from scripts.faults.thread_server import ThreadServer
-from tests.helpers.no_room import NoRoom
 from tests.helpers.run_files import events, snapshot_versions
 from tests.helpers.server_client import (
     BOTH_WAYS,
@@ -53,6 +52,7 @@ from tests.helpers.server_client import (
     pull,
     push,
 )
+from tests.helpers.stand_ins import NoRoom
 from tests.helpers.waiting import wait_until
 
 

@@ -16,7 +16,7 @@ from fairseq_async.options.config import DelayedNesterovOptions
 from fairseq_async.protocol import Report
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.programs import local_sgd_main as outer
-from tests.helpers.local_sgd_workers import LAYOUT
+from tests.helpers.thread_workers import LAYOUT
 
 PAPER = {0: 1 / 0.58, 1: 1 / 0.75, 2: 1 / 1.51, 3: 1 / 3.33}  # the very heterogeneous workers of the paper
 

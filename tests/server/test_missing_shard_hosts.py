@@ -21,14 +21,14 @@ from fairseq_async.server.programs import gradient_main
 from fairseq_async.server.run import as_many
 from fairseq_async.server.shards.remote import HostConnector, connect_hosts
 from fairseq_async.worker.connection.shard_lines import ShardLines
-from tests.helpers.shard_hosts import (
+from tests.helpers.sharded import (
+    LAYOUT,
     TOKEN,
     ServedByHosts,
     hybrid,
     server_options,
     shard_hosts,
 )
-from tests.helpers.sharded import LAYOUT
 
 
 def test_a_host_that_was_killed_ends_the_server(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def read_until(worker: "subprocess.Popen[str]", number: int) -> None:
 def test_a_worker_goes_on_after_a_partition(host: Host, processes: Processes, tmp_path: Path) -> None:
     token = new_token()
     with server(host.near, token, tmp_path) as address:
-        line = [*host.prefix, sys.executable, "-m", "tests.helpers.steady_worker", address]
+        line = [*host.prefix, sys.executable, "-m", "tests.helpers.adding_worker", "steady", address, "32"]
         worker = processes.start(line, **{TOKEN: token})
         read_until(worker, 5)
         set_cable("down")
@@ -75,7 +75,7 @@ def test_updates_cross_a_long_thin_cable_that_loses_packets(host: Host, processe
     with bad_cable(host.prefix[3], near, far, Cable(0.1, 0.01, 1.25e6)) as wire:
         token = new_token()
         with server(near, token, tmp_path) as address:
-            line = [*host.prefix, sys.executable, "-m", "tests.helpers.steady_worker", address, "25000"]
+            line = [*host.prefix, sys.executable, "-m", "tests.helpers.adding_worker", "steady", address, "25000"]
             worker = processes.start(line, **{TOKEN: token})
             read_until(worker, 8)
             found = audit(tmp_path)

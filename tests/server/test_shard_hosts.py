@@ -30,16 +30,20 @@ from fairseq_async.server.shards.part import ShardPart
 from fairseq_async.server.shards.remote import HostConnector, connect_hosts
 from fairseq_async.worker.connection.client import Client
 from scripts.faults.thread_server import ThreadServer
-from tests.helpers.shard_hosts import (
+from tests.helpers.sharded import (
+    ADAM,
+    LAYOUT,
+    OUTER,
     PROGRAMS,
+    SIZES,
     TOKEN,
     ServedByHosts,
     ShardHosts,
     hybrid,
+    options_of,
     server_options,
     shard_hosts,
 )
-from tests.helpers.sharded import ADAM, LAYOUT, OUTER, SIZES, options_of
 
 REPORT = Report(local_steps=1, step_seconds=0.1)
 

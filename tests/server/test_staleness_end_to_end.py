@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fairseq_async.protocol.receipt import Status
-from tests.helpers.local_sgd_workers import LAYOUT, local_sgd
+from tests.helpers.thread_workers import LAYOUT, local_sgd
 
 HOSTS = pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"], ids=["shared memory", "TCP"])
 

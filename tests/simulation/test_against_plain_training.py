@@ -15,7 +15,7 @@ from fairseq_async.simulation.rules import AdaScaleRule
 from fairseq_async.simulation.schedule import LearningRate
 from fairseq_async.simulation.simulate import Simulator
 from fairseq_async.worker.shards import ShardOrder
-from tests.helpers.gaussian_trials import Log, experiment, trial
+from tests.helpers.simulations import Log, tiny_experiment, tiny_trial
 
 ALONE = {
     "local SGD": {"method": "local_sgd", "outer": "sgd", "outer_lr": 1.0, "local_steps": 1},
@@ -74,7 +74,7 @@ def test_one_worker_is_plain_training(
     tmp_path: Path, method: dict[str, Any], schedule: tuple[dict[str, Any], list[float]], optimizer: tuple[Any, Any]
 ) -> None:
     given = {"optimizer": optimizer[0], "schedule": schedule[0], "cluster": {"workers": 1}}
-    simulated = trial(tmp_path, method, Log(), **given)
+    simulated = tiny_trial(tmp_path, method, Log(), **given)
     while simulated.advance():
         pass
     expected = plain(optimizer[1], schedule[1], optimizer[0].get("clip_norm", 0.0))
@@ -85,7 +85,7 @@ def test_one_worker_is_plain_training(
 def test_the_schedule_of_plain_asynchronous_sgd_counts_the_mean_steps_of_the_workers(tmp_path: Path) -> None:
     """Two workers, a step of each gradient: the n-th step is n/2 of a worker's."""
     log = Log()
-    simulated = trial(
+    simulated = tiny_trial(
         tmp_path, {"method": "hybrid_async", "updates_per_step": 1}, log,
         cluster={"workers": 2, "seconds_per_step": [1.0, 1.5]},
         optimizer={"type": "sgd", "lr": 1.0}, schedule={"type": "cosine"},
@@ -105,7 +105,7 @@ def test_the_schedule_of_plain_asynchronous_sgd_counts_the_mean_steps_of_the_wor
 
 def test_the_rate_of_a_local_step_is_that_of_the_runs_progress(tmp_path: Path) -> None:
     """From 10 on, and 2.5 with each step: of a worker whose shard is small, or who is slow."""
-    simulated, asked = trial(tmp_path, ALONE["local SGD"], Log(), cluster={"workers": 1}), list[float]()
+    simulated, asked = tiny_trial(tmp_path, ALONE["local SGD"], Log(), cluster={"workers": 1}), list[float]()
     work = Assignment(local_steps=3, shard=0, progress=10.0, progress_per_step=2.5)
 
     def rate(progress: float) -> float:
@@ -124,7 +124,7 @@ def test_a_warm_up_never_goes_beyond_the_peak() -> None:
 
 def test_rounding_noise_is_of_the_experiments_seed(tmp_path: Path) -> None:
     alone = {"cluster": {"workers": 1}}
-    seeds = [trial(tmp_path, ALONE["hybrid"], Log(), seed=seed, **alone).spec.options["seed"] for seed in (1, 2)]
+    seeds = [tiny_trial(tmp_path, ALONE["hybrid"], Log(), seed=seed, **alone).spec.options["seed"] for seed in (1, 2)]
     assert seeds == [1, 2]
 
 
@@ -144,7 +144,7 @@ def test_pretraining_has_its_own_learning_rate_or_that_of_the_optimizer(tmp_path
 
     def start(name: str, **changes: Any) -> torch.Tensor:
         sgd = {"type": "sgd", "lr": 0.1}
-        given = experiment(tmp_path, ALONE["hybrid"], cluster={"workers": 1}, optimizer=sgd, steps=1, **changes)
+        given = tiny_experiment(tmp_path, ALONE["hybrid"], cluster={"workers": 1}, optimizer=sgd, steps=1, **changes)
         Simulator(given, tmp_path / name, resume=False).run()
         found: torch.Tensor = torch.load(tmp_path / name / "start.pt", weights_only=True)
         return found
@@ -159,7 +159,8 @@ def test_pretraining_has_its_own_learning_rate_or_that_of_the_optimizer(tmp_path
 def test_pretraining_sees_the_whole_data_set_however_many_workers_follow(tmp_path: Path) -> None:
     starts = []
     for workers in (1, 4):
-        given = experiment(tmp_path, ALONE["hybrid"], cluster={"workers": workers}, steps=1, pretraining={"steps": 9})
+        cluster = {"workers": workers}
+        given = tiny_experiment(tmp_path, ALONE["hybrid"], cluster=cluster, steps=1, pretraining={"steps": 9})
         Simulator(given, tmp_path / str(workers), resume=False).run()
         starts.append(torch.load(tmp_path / str(workers) / "start.pt", weights_only=True))
     assert torch.equal(*starts)
@@ -168,7 +169,7 @@ def test_pretraining_sees_the_whole_data_set_however_many_workers_follow(tmp_pat
 @pytest.mark.parametrize("smoothing", [None, 0.5])
 def test_adascales_gain_is_that_of_the_ranks_gradients(tmp_path: Path, smoothing: float | None) -> None:
     log, options = Log(), {} if smoothing is None else {"smoothing": smoothing}
-    simulated = trial(tmp_path, {"method": "adascale", "optimizer": {"type": "sgd", "lr": 0.1}} | options, log,
+    simulated = tiny_trial(tmp_path, {"method": "adascale", "optimizer": {"type": "sgd", "lr": 0.1}} | options, log,
                       optimizer={"type": "sgd", "lr": 0.1}, cluster={"workers": 2})  # fmt: skip
     expected, gains = AdaScaleGain(2, smoothing), []
     while True:

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from fairseq_async.simulation.cluster import Cluster, Speed, Trace
-from tests.helpers.gaussian_trials import Log, trial
+from tests.helpers.simulations import Log, tiny_trial
 
 
 def run(tmp_path: Path, method: dict[str, Any], cluster: dict[str, Any], **changes: Any) -> tuple[Any, dict[int, Any]]:
     """The trial at its end, and each worker's events."""
     log = Log()
-    simulated = trial(tmp_path, method, log, cluster=cluster, **changes)
+    simulated = tiny_trial(tmp_path, method, log, cluster=cluster, **changes)
     while simulated.advance():
         pass
     return simulated, {w: [e for e in log.events if e[1].worker == w] for w in range(cluster["workers"])}
@@ -58,7 +58,7 @@ def test_diloco_without_a_dead_worker_takes_the_mean_of_the_others(tmp_path: Pat
     method = {"method": "local_sgd", "outer": "diloco", "local_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
     cluster = {"workers": 3, "absences": [{"worker": 2, "from": 1.5, "to": 3.5}]}
     log = Log()
-    simulated, sizes = trial(tmp_path, method, log, cluster=cluster), []
+    simulated, sizes = tiny_trial(tmp_path, method, log, cluster=cluster), []
     while True:
         deltas = [worker.delta.clone() for worker in simulated.workers]
         before, seen = simulated.parameters.clone(), len(log.events)
@@ -76,7 +76,7 @@ def test_a_worker_that_comes_back_has_a_new_inner_optimizer(tmp_path: Path) -> N
     method = {"method": "local_sgd", "outer": "sgd", "outer_lr": 1.0, "local_steps": 1}
     cluster = {"workers": 1, "absences": [{"worker": 0, "from": 4.5, "to": 6.0}]}
     log = Log()
-    simulated = trial(tmp_path, method, log, cluster=cluster, optimizer={"type": "adam", "lr": 0.01})
+    simulated = tiny_trial(tmp_path, method, log, cluster=cluster, optimizer={"type": "adam", "lr": 0.01})
     first = []
     while True:
         delta, seen = simulated.workers[0].delta.abs(), len(log.events)

@@ -17,8 +17,8 @@ from fairseq_async.simulation.trial import Trial
 from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.worker.shards import ShardOrder, shard_sizes
 from scripts.faults.digest import digest
-from tests.helpers.gaussian_trials import Log, experiment
 from tests.helpers.references import HALoS64
+from tests.helpers.simulations import Log, tiny_experiment
 
 LOCAL = {"method": "local_sgd", "outer": "delayed_nesterov", "outer_lr": 0.8, "delay": 4, "local_steps": 2}
 GLOBAL = {"outer": "delayed_nesterov", "outer_lr": 0.3, "outer_momentum": 0.5, "delay": 2, "updates": 3}
@@ -31,7 +31,7 @@ NEAR = TWO_REGIONS | {"between_regions": {"seconds": 0.55}}
 
 
 def simulated(tmp_path: Path, method: dict[str, Any], cluster: dict[str, Any], log: Log) -> SimulatedRun:
-    given = experiment(tmp_path, method, cluster=cluster)
+    given = tiny_experiment(tmp_path, method, cluster=cluster)
     (machines,) = given.clusters.values()
     torch.manual_seed(given.seed)
     problem = Gaussians(given.seed, torch.device("cpu"), samples=64, hidden=2)
@@ -59,7 +59,7 @@ def test_regions_that_merge_nothing_are_single_servers_to_the_bit(tmp_path: Path
     run = simulated(tmp_path, method, TWO_REGIONS, Log())
     assert isinstance(run, Hierarchy)
     finish(run)
-    given = experiment(tmp_path, LOCAL, cluster=TWO_REGIONS)
+    given = tiny_experiment(tmp_path, LOCAL, cluster=TWO_REGIONS)
     first = run.regions[0]
     model = simulated(tmp_path, LOCAL, TWO_REGIONS, Log()).model
     model.order = OrderOfRegion(model.order, 0, 2)
@@ -188,4 +188,4 @@ def test_a_mistake_in_the_file_is_one_line(
     tmp_path: Path, method: dict[str, Any], cluster: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        experiment(tmp_path, method, cluster=cluster)
+        tiny_experiment(tmp_path, method, cluster=cluster)

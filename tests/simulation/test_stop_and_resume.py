@@ -10,7 +10,7 @@ import torch
 
 from fairseq_async.simulation.trial import Trial
 from scripts.faults.digest import digest
-from tests.helpers.gaussian_trials import Log, trial
+from tests.helpers.simulations import Log, tiny_trial
 
 pytestmark = pytest.mark.usefixtures("recipe_rules")
 
@@ -83,13 +83,13 @@ def test_a_run_that_is_stopped_again_and_again_writes_what_the_undisturbed_one_w
 ) -> None:
     """Receipts and reports whole, with the seconds that workers waited for a busy server; then all of the state."""
     logs = Log(), Log()
-    straight, stopped = (trial(tmp_path, method, log, cluster=cluster) for log in logs)
+    straight, stopped = (tiny_trial(tmp_path, method, log, cluster=cluster) for log in logs)
     happened = 0
     while straight.advance():
         assert stopped.advance()
         happened += 1
         if happened % every == 0:
-            stopped = saved_and_loaded(stopped, lambda: trial(tmp_path, method, logs[1], cluster=cluster))
+            stopped = saved_and_loaded(stopped, lambda: tiny_trial(tmp_path, method, logs[1], cluster=cluster))
         assert logs[1].lines() == logs[0].lines(), f"after {happened} happenings"
     assert not stopped.advance() and len(logs[0].events) > 3
     assert digest(stopped.state_dict()) == digest(straight.state_dict())

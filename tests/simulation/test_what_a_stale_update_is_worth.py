@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.gaussian_trials import Log, trial
+from tests.helpers.simulations import Log, tiny_trial
 
 CLUSTER = {"workers": 3, "seconds_per_step": [1.0, 1.7, 4.1]}
 SUM = {"method": "local_sgd", "outer": "sgd", "outer_lr": 3.0, "local_steps": 1}  # each update is subtracted whole
@@ -19,7 +19,7 @@ def steps(tmp_path: Path, **options: Any) -> list[tuple[int, Tensor, Tensor, Ten
     The staleness is counted here: steps since the worker pulled, which it does when it is answered.
     """
     log, found, version = Log(), [], 0
-    simulated = trial(tmp_path, SUM | options, log, cluster=CLUSTER, steps=8)
+    simulated = tiny_trial(tmp_path, SUM | options, log, cluster=CLUSTER, steps=8)
     pulled: dict[int, int] = {}
     while True:
         deltas = [worker.delta.clone() for worker in simulated.workers]

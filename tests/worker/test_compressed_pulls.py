@@ -14,11 +14,9 @@ from fairseq_async.records.events import read_events
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.replica import TensorReplica
 from scripts.faults.thread_server import ThreadServer
-from tests.helpers.hybrid_job import HybridJob
-from tests.helpers.local_sgd_workers import LAYOUT, Worker, local_sgd
-from tests.helpers.lost_answers import lose_next_answer
 from tests.helpers.run_files import snapshot_versions
-from tests.helpers.server_client import StartServer, StartThreadServer, join_patiently, kill
+from tests.helpers.server_client import StartServer, StartThreadServer, join_patiently, kill, lose_next_answer
+from tests.helpers.thread_workers import LAYOUT, HybridJob, Worker, local_sgd
 from tests.helpers.waiting import wait_until
 
 HOSTS = ["127.0.0.1", "127.0.0.2"]  # shared memory; as between machines

@@ -22,12 +22,17 @@ from fairseq_async.server.network.payloads import Payloads
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.worker.connection.compressor import Compressor
 from scripts.faults.thread_server import ThreadServer
-from tests.helpers.hybrid_job import HybridJob
-from tests.helpers.local_sgd_workers import LAYOUT, Worker, local_sgd
-from tests.helpers.lost_answers import lose_next_answer
 from tests.helpers.run_files import snapshot_versions
-from tests.helpers.server_client import BOTH_WAYS, StartServer, StartThreadServer, join_patiently, kill
+from tests.helpers.server_client import (
+    BOTH_WAYS,
+    StartServer,
+    StartThreadServer,
+    join_patiently,
+    kill,
+    lose_next_answer,
+)
 from tests.helpers.server_client import push as push_constant
+from tests.helpers.thread_workers import LAYOUT, HybridJob, Worker, local_sgd
 from tests.helpers.waiting import wait_until
 
 TOP_1 = "topk:chunk=3,keep=1"

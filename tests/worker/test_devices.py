@@ -12,9 +12,8 @@ from fairseq_async.worker.replica import TensorReplica
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.fake_cuda import FakeCuda, install
 from tests.helpers.fragments import Descent, streaming
-from tests.helpers.hybrid_job import HybridJob
-from tests.helpers.local_sgd_workers import LAYOUT, local_sgd
 from tests.helpers.server_client import StartThreadServer, join_patiently
+from tests.helpers.thread_workers import LAYOUT, HybridJob, local_sgd
 
 
 @pytest.fixture

@@ -26,11 +26,11 @@ from fairseq_async.worker.overlap import BackgroundExchange, local_sgd_worker
 from fairseq_async.worker.replica import MasterReplica, TensorReplica
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.fragments import INNER_LR, LAYOUT, TARGETS, Descent, streaming
-from tests.helpers.lost_answers import lose_next_answer
 from tests.helpers.mortal import MortalServer
 from tests.helpers.references import DelayedNesterov64
+from tests.helpers.server_client import lose_next_answer
 from tests.helpers.simulations import DN, experiment, finish, trial
-from tests.helpers.torch_workers import ThreadWorkers
+from tests.helpers.thread_workers import ThreadWorkers
 
 Start = Callable[..., ThreadServer]
 PLACES = [slice(0, 1), slice(1, 4), slice(4, 6)]

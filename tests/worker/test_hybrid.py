@@ -12,9 +12,9 @@ from fairseq_async.errors import RefusedError
 from fairseq_async.protocol import Push, Report, Status
 from fairseq_async.records.events import read_events
 from scripts.faults.thread_server import ThreadServer
-from tests.helpers.hybrid_job import HybridJob
 from tests.helpers.run_files import snapshot_versions
 from tests.helpers.server_client import StartServer, StartThreadServer, join_patiently, kill
+from tests.helpers.thread_workers import HybridJob
 from tests.helpers.waiting import wait_until
 
 

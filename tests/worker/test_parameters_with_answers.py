@@ -19,8 +19,8 @@ from fairseq_async.worker.connection.client import Client
 from scripts.faults.sgd_server import build
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.fragments import Descent, streaming
-from tests.helpers.hybrid_job import HybridJob
 from tests.helpers.server_client import join
+from tests.helpers.thread_workers import HybridJob
 
 ROUNDS = 6
 

@@ -12,7 +12,7 @@ from fairseq_async.worker.async_worker import Refusals, left_out_steps
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.replica import TensorReplica
-from tests.helpers.local_sgd_workers import LAYOUT, local_sgd
+from tests.helpers.thread_workers import LAYOUT, local_sgd
 
 
 def test_a_worker_gives_up_after_so_many_refused_updates_in_a_row() -> None:

@@ -1,8 +1,9 @@
-"""A stream to a file on a full disk."""
+"""Small stand-ins for what a test cannot have."""
 
 import errno
 import io
 import os
+from dataclasses import dataclass
 
 
 class NoRoom(io.StringIO):
@@ -14,3 +15,14 @@ class NoRoom(io.StringIO):
 
     def write(self, text: str) -> int:
         raise OSError(self.error, os.strerror(self.error))
+
+
+@dataclass
+class Position:
+    """A worker at the beginning of shard 0; see :class:`~fairseq_async.worker.shards.DataPosition`."""
+
+    sequence: int = 0
+    shard: int | None = 0
+    offset: int = 0
+    done: int = 0
+    finished: bool = False
