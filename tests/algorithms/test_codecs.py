@@ -289,6 +289,7 @@ def test_dqsgd_bits_follow_the_norm() -> None:
     other = DQSGD(bits=4)
     other.load_state_dict(codec.state_dict())
     assert other.encode(torch.tensor([1.0, 2.0]), 3) == codec.encode(torch.tensor([1.0, 2.0]), 3)
+    assert other.t == codec.t == pytest.approx(7 / 5), "the first vector's"
 
 
 def test_dqsgd_has_a_norm_for_each_tensor() -> None:

@@ -55,31 +55,32 @@ def test_what_an_optimizer_keeps_in_its_groups_is_kept() -> None:
         """Keeps its steps in the group, as fairseq's NAG does with its learning rate."""
 
         def step(self, closure: None = None) -> None:
-            for group in self.param_groups:
+            for group in filter(lambda each: each["params"], self.param_groups):
                 group["steps"] = group.get("steps", 0) + 1
             super().step()
 
-    parameters = torch.zeros(4 * PIECE)
-    optimizer = Counting(pieces(parameters), lr=1.0)
-    for part in optimizer.param_groups[0]["params"]:
+    parameters = torch.zeros(5 * PIECE)
+    parts = pieces(parameters)
+    optimizer = Counting([{"params": parts[:4]}, {"params": parts[4:]}], lr=1.0)
+    for part in parts:
         part.grad = torch.ones(PIECE)
     set_threads(2)
     step_in_threads(optimizer)
     step_in_threads(optimizer)
-    assert optimizer.param_groups[0]["steps"] == 2
-    assert len(optimizer.param_groups[0]["params"]) == 4
+    assert [(group["steps"], len(group["params"])) for group in optimizer.param_groups] == [(2, 4), (2, 1)]
     assert parameters.eq(-2.0).all()
 
 
 def test_several_threads_do_take_part_and_results_keep_their_order() -> None:
-    set_threads(2)
-    both = threading.Barrier(2)  # one thread alone would wait here until the time is over
+    for count in (2, 3):
+        set_threads(count)
+        all_ = threading.Barrier(count)  # fewer threads would wait here until the time is over
 
-    def meet(number: int) -> int:
-        both.wait(timeout=30)
-        return number
+        def meet(number: int, all_: threading.Barrier = all_) -> int:
+            all_.wait(timeout=10)
+            return number
 
-    assert in_threads(meet, [4, 5]) == [4, 5]
+        assert in_threads(meet, range(count)) == list(range(count))
 
 
 def test_an_error_in_one_thread_is_raised_when_all_have_ended() -> None:

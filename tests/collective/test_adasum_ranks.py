@@ -208,6 +208,10 @@ def optimizer_states_are_gathered_and_averaged(rank: int) -> None:
     states, first = RankStates(optimizer), optimizer.state_dict()["state"]
     states.gather(None)
     assert len(states.gathered) == (RANKS - 1 if rank == 0 else 0)
+    if members(3):  # whose first rank is not the first of all
+        states.gather(GROUPS[3])
+        theirs = [RANKS - 2, RANKS - 1] if place_in(3) == 0 else []
+        assert [round(float(each[0]["exp_avg"][0]), 4) for each in states.gathered] == [r / 10 for r in theirs]
     everyones = [{0: {"exp_avg": torch.full((3,), 0.1 * r)}, 1: {}} for r in range(1, RANKS)]
     mine = states.of_this_rank({0: {"exp_avg": torch.zeros(3), "step": 7}, 1: {}}, everyones, None)
     assert torch.equal(mine[0]["exp_avg"], torch.full((3,), 0.1 * rank)) and mine[0]["step"] == 7

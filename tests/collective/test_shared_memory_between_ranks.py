@@ -1,10 +1,13 @@
 """What ranks share of their memory, and when they do not."""
 
+import os
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 
+from fairseq_async.collective import agreement
 from fairseq_async.collective.adasum.shared_buffer import SharedBuffer, open_buffer
 from fairseq_async.collective.adasum.shared_memory import SharedMemoryAdasum
 
@@ -21,6 +24,19 @@ def test_a_shared_buffer_is_opened_by_its_address_and_by_no_other() -> None:
     assert open_buffer(process, descriptor, nbytes + 1, secret) is None
     other = SharedBuffer(16)
     assert open_buffer(process, other.descriptor, nbytes, secret) is None
+    del buffer, other
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+
+
+def test_a_checksum_tells_two_words_that_have_changed_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_AT_ONCE", 4)
+    sums = [int(agreement.checksum(torch.arange(10.0)))]
+    for i, j in combinations(range(10), 2):
+        order = [*range(10)]
+        order[i], order[j] = j, i
+        sums.append(int(agreement.checksum(torch.arange(10.0)[order])))
+    assert sums.count(sums[0]) == 1
 
 
 class Silent:

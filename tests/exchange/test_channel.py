@@ -45,6 +45,16 @@ def test_a_tensor_takes_its_room_only_when_all_before_it_was_handled(pair: tuple
     ]
 
 
+def test_a_message_that_is_too_long_is_refused_though_nothing_comes_behind_its_header(
+    pair: tuple[Channel, Channel],
+) -> None:
+    ours, theirs = pair
+    ours.connection.sendall(struct.pack("!IQ", 2, 0) + b"{}" + struct.pack("!IQ", theirs.largest + 1, 0))
+    assert theirs.messages(1) == [b"{}"] and theirs.has_message
+    with pytest.raises(ProtocolError, match=f"a message of {theirs.largest + 1} bytes was announced"):
+        theirs.messages()
+
+
 @pytest.mark.parametrize("local", [False, True])
 def test_a_channel_that_makes_room_has_new_memory_for_each_tensor(pair: tuple[Channel, Channel], local: bool) -> None:
     ours, theirs = (Channel(end) for end in socket.socketpair()) if local else pair

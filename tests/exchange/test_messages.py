@@ -104,6 +104,10 @@ def test_a_dropped_channel_sends_nothing_more_and_a_closed_one_has_no_file_open(
         ours.queue(b"update", torch.ones(LARGE))
     assert ours.is_full and ours.unsent == 4, "the head and the tensor of each message"
     ours.drop()
+    ours.queue(b"one tensor of these may wait", torch.ones(LARGE))
+    ours.queue(b"and a small one", torch.ones(1))
+    assert not ours.is_full
+    ours.drop()
     assert ours.unsent == 0 and not ours.is_full
     assert theirs.is_closed()
     with pytest.raises(ExchangeError, match="closed"):

@@ -10,9 +10,11 @@ import pytest
 
 from fairseq_async import cli
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch import synchronous
 from fairseq_async.launch.command.command import WorkerCommand
 from fairseq_async.launch.command.inputs import check_inputs
 from fairseq_async.launch.launcher import Launcher
+from fairseq_async.launch.processes import RunFailedError
 from fairseq_async.launch.synchronous import GroupLauncher
 
 Made = Callable[..., Path]
@@ -176,3 +178,19 @@ def test_a_directory_of_ranks_that_cannot_be_made_is_one_line(monkeypatch: pytes
     command = WorkerCommand(["fairseq-train", "data", "--optimizer", "adasum", "--save-dir", str(save_dir)])
     with pytest.raises(ConfigurationError, match=rf"^{save_dir} \(--save-dir\) cannot be made: Not a directory"):
         GroupLauncher(command, 2, 0).run()
+
+
+def test_of_ranks_that_failed_one_that_was_killed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The others end because it is gone."""
+    monkeypatch.setattr(synchronous, "_DYING", 0.1)
+    command = WorkerCommand(["fairseq-train", "data", "--optimizer", "adasum", "--save-dir", str(tmp_path)])
+    launcher = GroupLauncher(command, 3, 0)
+    try:
+        for worker, what in zip(launcher.processes.workers, ("exit 1", "kill -9 $$", "exec sleep 60"), strict=True):
+            monkeypatch.setattr(command, "line", lambda _, what=what: ["sh", "-c", what])
+            launcher.processes.start(worker, None, {})
+        launcher.processes.wait(10.0, [0, 1])
+        with pytest.raises(RunFailedError, match="worker 1 was killed by SIGKILL"):
+            launcher._watch()
+    finally:
+        launcher.processes.end()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fairseq_async.protocol import Assignment, PushReply, Status
+from fairseq_async.protocol import Assignment, PushReply, Status, notices
 from tests.helpers.halving import halving_spec
 from tests.helpers.mortal import InlineSnapshots
 from tests.helpers.restarts import Restarts, both
@@ -49,3 +49,13 @@ def test_the_last_two_snapshots_are_kept(tmp_path: Path) -> None:
         "version-000000000002.pt",
         "version-000000000003.pt",
     ]
+
+
+def test_a_line_that_comes_again_and_again_is_written_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = list[str]()
+    monkeypatch.setattr(notices, "tell_log", written.append)
+    journal = notices.Journal()
+    for number in range(1, 601):
+        journal("left", str(number))
+    journal("came", "another kind")
+    assert written == [*map(str, range(1, 101)), "128", "256", "512", "another kind"]

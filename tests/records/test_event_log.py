@@ -12,7 +12,7 @@ from fairseq_async.protocol import Report
 from fairseq_async.protocol.receipt import Receipt, Status
 from fairseq_async.records.event_log import BAD, EVENTS, ROLLBACKS, ROLLED_BACK, EventLog
 from fairseq_async.records.events import Event, LineReader, read_events
-from fairseq_async.records.recording import checksum
+from fairseq_async.records.recording import checksum, read_vector, record_vector
 from fairseq_async.records.settled import Settled
 from fairseq_async.reporting.audit import AuditError, audit, show
 from tests.helpers.run_files import events, snapshot_versions
@@ -165,3 +165,15 @@ def test_an_event_that_became_unreadable_may_be_missing_and_no_other(
     (tmp_path / EVENTS).write_bytes(lines[0] + b"\0\0\0" + lines[1][5:] + lines[3])
     with pytest.raises(AuditError, match="update 2 was acknowledged and is lost"):
         audit(tmp_path)
+
+
+def test_a_vector_is_recorded_without_the_rest_of_its_storage(tmp_path: Path) -> None:
+    record_vector(tmp_path / "updates" / "one.pt", torch.arange(100_000.0)[7:9])
+    assert (tmp_path / "updates" / "one.pt").stat().st_size < 4_000
+    assert read_vector(tmp_path / "updates" / "one.pt", 2).tolist() == [7.0, 8.0]
+
+
+@pytest.mark.parametrize(("waited", "seconds"), [(None, 3.0), (0.0, 0.0), (0.5, 0.5)])
+def test_what_a_worker_waited_is_its_exchange_also_where_that_is_nothing(waited: float | None, seconds: float) -> None:
+    event = Event(0.0, 0, 0, 0, 0, 1.0, 1, Status.APPLIED, push_seconds=1.0, pull_seconds=2.0, waiting_seconds=waited)
+    assert event.exchange_seconds == seconds

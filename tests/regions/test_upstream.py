@@ -1,16 +1,20 @@
 """A region's numbers with the global server, through deaths of either: nothing that was moved is sent twice."""
 
 import io
+from pathlib import Path
 
+import pytest
 import torch
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.method.global_server import parse_upstream
 from fairseq_async.protocol import Receipt, Report, Status
 from fairseq_async.records.settled import Settled
+from fairseq_async.regions.global_service import GlobalService
 from fairseq_async.server.coordinator import Coordinator, build_coordinator
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.programs import local_sgd_main
+from fairseq_async.server.service import Service
 from fairseq_async.server.upstream import Above, Upstream
 from tests.helpers.regions import LAYOUT, region_spec
 
@@ -134,3 +138,11 @@ def test_local_steps_that_were_reported_are_reported_no_second_time() -> None:
     move(coordinator, restored)
     drift = restored.due(2.0)
     assert drift is not None and drift.steps == 3
+
+
+def test_that_no_region_is_there_is_told_each_time_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, alone = list[str](), iter([True, True, False, True])
+    service = GlobalService("token", 2, tmp_path, local_sgd_main.build, tell=told.append)
+    monkeypatch.setattr(Service, "is_deserted", lambda service, now: next(alone))
+    assert not any(service.is_deserted(0.0) for _ in range(4))
+    assert [text[:26] for text in told] == ["no region is connected any"] * 2

@@ -1,6 +1,7 @@
 """Real runs of fairseq workers, repeated in this process."""
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -25,7 +26,7 @@ from fairseq_async.options import compression
 from fairseq_async.protocol import Layout, Push, Report, Segment
 from fairseq_async.records.event_log import EventLog
 from fairseq_async.records.settled import Settled
-from fairseq_async.replay.replay import DifferenceError, Recording, Replay
+from fairseq_async.replay.replay import DifferenceError, Recording, Replay, quiet
 from fairseq_async.server import ParameterServer
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.recorder import Recorder
@@ -335,3 +336,15 @@ def test_a_compressed_run_is_repeated_payload_by_payload(
         (run_dir / "events.jsonl").write_text(lines.replace(recorded[1][key], changed))
         with pytest.raises(DifferenceError, match=f"the checksum {said} was"):
             replay(run_dir)
+
+
+def test_what_was_quiet_before_a_replay_is_quiet_behind_it() -> None:
+    before = logging.root.manager.disable
+    try:
+        for level in (logging.INFO, logging.ERROR):
+            logging.disable(level)
+            with quiet():
+                assert logging.root.manager.disable >= logging.WARNING
+            assert logging.root.manager.disable == level
+    finally:
+        logging.disable(before)

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import SGD
 
 from fairseq_async.algorithms import (
+    DQSGD,
     BufferedNesterov,
     DelayedNesterov,
+    ErrorFeedback,
     FragmentedRule,
     HybridAccumulation,
     NesterovMomentum,
@@ -25,6 +28,7 @@ from fairseq_async.algorithms import (
     WorkerBuffers,
     fragments_of,
 )
+from fairseq_async.collective.adascale.gains import Gains
 from fairseq_async.method.global_server import GlobalServer
 from fairseq_async.options import compression
 from fairseq_async.options.config import LocalSGDOptions
@@ -40,6 +44,10 @@ from fairseq_async.server.rounds.look_ahead import LookAhead
 from fairseq_async.server.rounds.near_arrivals import NearArrivals
 from fairseq_async.server.rounds.quorum import Quorum
 from fairseq_async.server.upstream import Above, Upstream
+from fairseq_async.simulation.clock import Clock, EventKind, ScheduledEvent
+from fairseq_async.simulation.experiment import ScheduleOptions
+from fairseq_async.simulation.rules import AdaScaleRule
+from fairseq_async.simulation.schedule import LearningRate
 from recipes.rules.baselines import OuterAdam
 from recipes.rules.direction_averaging import DirectionAveraging
 
@@ -239,7 +247,7 @@ def trained(seen: Collection[int], make: Callable[[], Rule]) -> Rule:
 
 def pushed(seen: Collection[int], in_fragments: bool) -> ParameterServer:
     """It has a last step, norms, refused and stale updates, and, of a whole model, the workers' starts."""
-    rule = fragmented(3) if in_fragments else DelayedNesterov(0.7, 0.9, 4)
+    rule = fragmented(5) if in_fragments else DelayedNesterov(0.7, 0.9, 5)
     policy = StalenessPolicy(-0.5, 2, compensation=0.0 if in_fragments else 0.5)
     it = ParameterServer(torch.zeros(5), rule, staleness=policy, gate=NormGate(10.0), keeps_last_step=True)
     for number in range(3):
@@ -270,7 +278,7 @@ def starts(seen: Collection[int]) -> CompressedFragments:
     assert options is not None
     it = CompressedFragments([CompressedStarts(options, turn) for turn in range(2)])
     server = ParameterServer(torch.arange(5.0), fragmented(4))
-    for number in range(3 * bool(seen)):
+    for number in range(len(seen)):
         server.push(Update(0, number, server.version, 1.0, server.dispatch_fragment(number) * 0.3 + 1.0))
         it.follow(server)
     return it
@@ -301,6 +309,51 @@ def upstream(seen: Collection[int]) -> Upstream:
     return it
 
 
+def gate(seen: Collection[int]) -> NormGate:
+    it = NormGate(10.0)
+    for worker in seen:
+        for number in range(12):
+            it.note(worker, 1.0 + worker + number)
+    return it
+
+
+def feedback(seen: Collection[int]) -> ErrorFeedback:
+    """The last update was sent and not answered, and lacks a tensor."""
+    it = ErrorFeedback(DQSGD(3))
+    for worker in seen:
+        it.acknowledge()
+        it.send(torch.arange(5.0) ** worker, worker, [slice(worker, 3)])
+    return it
+
+
+def gains(seen: Collection[int]) -> Gains:
+    it = Gains(2)
+    it.set_scale(4.0)
+    for worker in seen:
+        it.observe([9.0 + worker, 8.0], 2, [1.0, 2.0 + worker])
+        it.advance()
+    return it
+
+
+def adascale(seen: Collection[int]) -> AdaScaleRule:
+    """The second step has the gradients of some of four workers."""
+    optimizer = SGD([parameters := torch.zeros(5)], lr=0.1, momentum=0.9)
+    it = AdaScaleRule(HybridAccumulation(optimizer, 4), LearningRate(ScheduleOptions(), 0.1, 9), None)
+    for number in range(3):
+        for worker in seen:
+            it.apply(parameters, Update(worker, number, 0, 1.0 + worker, torch.arange(5.0) * (1 + worker + number)))
+    return it
+
+
+def clock(seen: Collection[int]) -> Clock:
+    it = Clock()
+    for worker in seen:
+        for kind in (EventKind.ARRIVES, EventKind.GRACE_ENDS, EventKind.JOINS):
+            it.schedule(ScheduledEvent(9.0 - worker - kind, kind, worker, worker))
+        it.next()
+    return it
+
+
 RULES: dict[str, Callable[[], Rule]] = {
     "Nesterov": lambda: NesterovMomentum(0.7, 0.9, 3),
     "Adam": lambda: OuterAdam(0.7, 0.9, 3),
@@ -308,14 +361,18 @@ RULES: dict[str, Callable[[], Rule]] = {
     "delayed": lambda: DelayedNesterov(0.7, 0.9, 4),
     "directions": lambda: DirectionAveraging(0.7, 0.9, 4, [2, 3]),
     "buffers": lambda: WorkerBuffers(BufferedNesterov(0.7, 0.9, 4), 3, 3, True),
-    "fragments": partial(fragmented, 4),
+    "buffers of worker 0": lambda: WorkerBuffers(DelayedNesterov(0.7, 0.9, 4), 3, 3, False),
+    "fragments": partial(fragmented, 5),
     "accumulation": lambda: HybridAccumulation(torch.optim.Adam([torch.zeros(5)]), 4),
+    "accumulation of partial steps": lambda: HybridAccumulation(SGD([torch.zeros(5)]), 4, partial_steps=True),
 }
 NOT_KEPT = {  # what another object begins anew with, or finds out
     ParameterServer: {"_restarted", "_heard_since"},
     LocalStepPlan: {"awaited"},
     Upstream: {"joined", "_sent_at", "coordinator"},
-    HybridAccumulation: {"_hidden", "_tensors", "_has_gradients"},  # the parameters, which the server's state has
+    AdaScaleRule: {"accumulation", "learning_rate", "rate"},
+    # the parameters, which the server's state has, and how the run before made its rounds
+    HybridAccumulation: {"_hidden", "_tensors", "_has_gradients", "_left"},
 }
 
 
@@ -336,15 +393,23 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "plan": planned,
     "region": region,
     "upstream": upstream,
+    "norm gate": gate,
+    "error feedback": feedback,
+    "gains": gains,
+    "AdaScale": adascale,
+    "clock": clock,
     "parameter server": partial(pushed, in_fragments=False),
     "parameter server of fragments": partial(pushed, in_fragments=True),
 } | {name: partial(trained, make=make) for name, make in RULES.items()}
 
 
+@pytest.mark.parametrize(("seen", "past"), [(WORKERS, ()), ((0, 1), (2, 1, 0))], ids=["new", "of another past"])
 @pytest.mark.parametrize("name", MAKERS)
-def test_an_object_that_goes_on_from_a_state_is_the_one_before_and_has_nothing_in_common_with_it(name: str) -> None:
+def test_an_object_that_goes_on_from_a_state_is_the_one_before_and_has_nothing_in_common_with_it(
+    name: str, seen: Collection[int], past: Collection[int]
+) -> None:
     make = MAKERS[name]
-    first, second, skipped = make(WORKERS), make(()), NOT_KEPT.get(type(make(())), set())
+    first, second, skipped = make(seen), make(past), NOT_KEPT.get(type(make(())), set())
     given = first.state_dict()
     assert state(first) != state(second)
     second.load_state_dict(given)

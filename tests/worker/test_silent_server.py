@@ -10,10 +10,19 @@ from typing import Any
 
 import pytest
 
-from fairseq_async.errors import LOST_SERVER, USER_ERROR, AsyncError, ExchangeError, ProtocolError, exit_code
+from fairseq_async.errors import (
+    LOST_SERVER,
+    USER_ERROR,
+    AsyncError,
+    ExchangeError,
+    ProtocolError,
+    RefusedError,
+    exit_code,
+)
 from fairseq_async.exchange import Channel, SharedMemory
 from fairseq_async.protocol import Greeting, encode
 from fairseq_async.protocol import client_connection as connection
+from fairseq_async.protocol.answers import Introduced
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.connection.signs_of_life import SignsOfLife
@@ -124,6 +133,26 @@ def test_a_server_that_never_says_anything_is_an_error(monkeypatch: pytest.Monke
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ExchangeError, match=f"the server at {address} says nothing"):
             Client(address, "token", 0)
+
+
+def test_an_introduction_is_answered_late_by_a_server_in_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "CONNECT_SECONDS", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def serve() -> None:
+            channel = Channel(listener.accept()[0])
+            channel.send(encode(Greeting("theirs")))
+            channel.receive()
+            time.sleep(0.3)
+            channel.send(encode(Introduced("no proof", 0, 1, "server", 60.0)))
+            channel.close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with pytest.raises(RefusedError, match="does not know this run's token"):
+            connection.Connection(connection.Endpoint(address, "token", False, "one", patience=30.0), 0)
+        thread.join(10)
 
 
 def test_a_server_that_stays_away_is_lost_after_the_patience(monkeypatch: pytest.MonkeyPatch) -> None:

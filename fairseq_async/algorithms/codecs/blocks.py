@@ -19,9 +19,7 @@ def count_blocks(size: int, block: int) -> int:
 
 def parts(size: int, block: int) -> Iterator[tuple[slice, slice]]:
     """Yields runs of whole blocks: the slice of values, and the slice of blocks. The last block may be shorter."""
-    blocks = max(1, _VALUES // block)
-    if blocks * block % 2:
-        blocks *= 2  # an even number of values, for codecs in which two values share a byte
+    blocks = max(2, _VALUES // block // 2 * 2)  # even, for codecs in which two values share a byte
     for first in range(0, count_blocks(size, block), blocks):
         last = min(first + blocks, count_blocks(size, block))
         yield slice(first * block, min(last * block, size)), slice(first, last)
