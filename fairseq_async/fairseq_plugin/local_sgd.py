@@ -44,8 +44,6 @@ from fairseq_async.worker.replica import MasterReplica, Replica, TensorReplica
 
 logger = logging.getLogger(__name__)
 
-_UPDATE_SEEDS = 7919  # between two exchanges' seeds: a prime above the usual numbers of local steps
-
 
 class LocalSGDFlags(FairseqOptimizer):
     """The flags of ``--optimizer local_sgd``; this optimizer is never built, since the trainer builds the inner one."""
@@ -179,9 +177,9 @@ class LocalSGDTrainer(AsynchronousTrainer):
             self._in_step = False
 
     def _set_seed(self) -> None:
-        """Seeds by the number of this worker's own steps, since the run's progress jumps."""
+        """Seeds by the number of this worker's own step, which is fairseq's number of updates where it is alone."""
         own = SEED_SPACING * self.session.context.worker
-        set_torch_seed(self.cfg.common.seed + own + _UPDATE_SEEDS * self.worker.sequence + self.worker.done)
+        set_torch_seed(self.cfg.common.seed + own + self.worker.step_number)
 
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
         """Clips the local gradient, as in a synchronous run of one worker; a slowed-down worker waits here.

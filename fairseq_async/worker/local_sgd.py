@@ -33,6 +33,8 @@ class LocalSGDWorker(AsyncWorker):
         assignment: the work that the server has assigned; ``done`` of its local steps are taken.
         offset: number of batches of the shard that were drawn before this worker's, or that others draw.
         epochs, tokens: amount of data since the last exchange, where the caller counts it.
+        step_number: number of the worker's next local step, counted on from the run's progress when the worker began;
+            no step of this worker has the number of another one, though the run's progress jumps.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class LocalSGDWorker(AsyncWorker):
         self.assignment = Assignment(local_steps=0)
         self.offset = 0
         self.epochs = self.tokens = 0.0
+        self.step_number = 0
         self._most_progress = math.inf
         self._progress = 0.0  # position in the schedule at the first step that is not sent yet
         self._losses: list[float | Tensor] = []
@@ -92,6 +95,7 @@ class LocalSGDWorker(AsyncWorker):
         work = self.wait_while_idle(welcome)
         super().begin(replace(welcome, finished=work.finished))
         self.take_work(work)
+        self.step_number = int(self._progress)
 
     def start(self) -> None:
         """Takes the parameters that the next local steps start from, which may be ahead of the server's own; at the
@@ -117,6 +121,7 @@ class LocalSGDWorker(AsyncWorker):
     def count(self, seconds: float, loss: float | Tensor | None) -> None:
         """Counts one more local step."""
         self.done += 1
+        self.step_number += 1
         self._has_stepped = True
         self._step_seconds.append(seconds)
         if loss is not None:

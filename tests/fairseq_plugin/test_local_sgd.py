@@ -39,8 +39,9 @@ def local_command(data: Path, workers: int, save_dir: Path, *flags: object) -> l
 
 
 def test_one_worker_whose_server_takes_its_steps_as_they_are_is_plain_training(alone: Alone, tmp_path: Path) -> None:
-    """Outer SGD with learning rate 1: θ ← θ − (θ − θ_local), up to the rounding of two subtractions."""
-    sgd = ["sgd", "--lr", "0.5", "--dropout", 0, "--max-update", 20]
+    """Outer SGD with learning rate 1: θ ← θ − (θ − θ_local), up to the rounding of two subtractions. Each step has the
+    dropout masks of fairseq's."""
+    sgd = ["sgd", "--lr", "0.5", "--dropout", 0.3, "--max-update", 20]
     outer = ["--outer", "sgd", "--outer-lr", 1.0, "--local-steps", 4, "--buffers", "average"]
     ours = ["--user-dir", PACKAGE, "--optimizer", "local_sgd", "--inner-optimizer", *sgd, *outer]
     ended = alone(plain=["--optimizer", *sgd], ours=ours)
