@@ -1,5 +1,6 @@
 """``--optimizer hybrid_async``: each step of a worker sends a gradient to the server, where the optimizer steps."""
 
+import math
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -12,10 +13,12 @@ import torch
 from fairseq.logging import metrics
 from fairseq.optim import FairseqOptimizer
 from fairseq.optim.dynamic_loss_scaler import DynamicLossScaler
+from fairseq.tasks import FairseqTask
 from fairseq.utils import set_torch_seed
 from torch import Tensor
 from torch.nn import Parameter
 
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import flags
 from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, AsynchronousTrainer
 from fairseq_async.fairseq_plugin.compat.batches import real_batches
@@ -29,6 +32,12 @@ from fairseq_async.server.plan import whole_steps
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.hybrid import HybridWorker
 
+_NO_TOKENS = 1e-9  # weight of batches without a target token: they move no mean, and alone they step as in fairseq
+_ONE_GRADIENT = (
+    "with hybrid_async each update is one gradient, by which the server counts steps and the learning rate; "
+    "use --optimizer local_sgd, where the task may step as it likes"
+)
+
 
 class HybridAsync(FairseqOptimizer):
     """An optimizer that sends gradients to the server and takes parameters from it.
@@ -41,11 +50,13 @@ class HybridAsync(FairseqOptimizer):
         client: the connection to the server.
         scaler: the dynamic loss scale of an fp16 model.
         barrier: whether the server answers only when the step is taken.
+        changes_gradients: whether the task may change gradients after fairseq has clipped them.
 
     Attributes:
         worker: the worker side of the method, which has the parameters and exchanges them.
         report: the data about the next update that goes to ``events.jsonl``.
         dummy: whether the present batch is a dummy, which only fills up an epoch.
+        tokens: what the criterion says that the batches of this step have.
         restored: a checkpoint's state, with the server's in it, until this worker joins.
     """
 
@@ -56,20 +67,22 @@ class HybridAsync(FairseqOptimizer):
         client: Client,
         scaler: DynamicLossScaler | None,
         barrier: bool,
+        changes_gradients: bool = False,
     ) -> None:
         super().__init__(cfg)
         self.scaler, self.barrier = scaler, barrier
         # FP16Optimizer, which steps fp32 masters without this method, has zeros for missing gradients
         zeros = scaler is not None or any(p.dtype is torch.bfloat16 for _, p in named)
         self.worker = HybridWorker(client, named, zeros)
+        self._clips_before_task = cfg.clip_norm > 0 and changes_gradients
         self._scales_into_slot = all(p.is_cpu and p.dtype is torch.float32 for _, p in named)
         # The server takes the steps: this optimizer only holds the parameters, and the learning rate for fairseq's log.
         self._optimizer = torch.optim.SGD([p for _, p in named], lr=cfg.lr[0])
         self.report = Report()
         self.dummy = False
         self.restored: StateDict | None = None
-        self._norm: float | None = None
         self._reset_step()
+        self.take_rate(cfg.lr[0])
 
     @classmethod
     def add_args(cls, parser: ArgumentParser) -> None:
@@ -92,9 +105,12 @@ class HybridAsync(FairseqOptimizer):
     def multiply_grads(self, c: float | Tensor) -> None:
         """Multiplies the gradients by ``c``, which is 1 / tokens; the update's weight is these tokens.
 
-        Gradients in half precision, or on a GPU, are multiplied on their way into the slot, in fp32.
+        Gradients in half precision, or on a GPU, are multiplied on their way into the slot, in fp32. A task may
+        multiply them too: the last call before fairseq clips is the trainer's.
         """
-        self._weight = 0.0 if self.dummy else round(1.0 / float(c), 9)
+        if self._norm is None:
+            no_tokens = self.tokens and not any(map(float, self.tokens))  # fairseq divides by 1 then
+            self._weight = 0.0 if self.dummy else _NO_TOKENS if no_tokens else round(1.0 / float(c), 9)
         if self._scales_into_slot:
             return self.worker.scale_into_slot(float(c))
         self._factor *= float(c)
@@ -116,18 +132,51 @@ class HybridAsync(FairseqOptimizer):
         """Pushes the mean gradient, waits for the receipt and pulls the parameters if they have changed.
 
         Raises:
+            ConfigurationError: the task does what the server would not take over.
             RefusedError: the last updates had NaN or Inf.
             ExchangeError: the server is gone; this update may be lost.
         """
+        self._check_step()
+        norm, self._norm = self._norm, None
         if self._skip or not self._is_sent:
             return
         report = replace(self.report, loss=self._mean_loss())
-        self.worker.exchange(self._write_gradient, self._weight, report, self._norm)
+        self.worker.exchange(self._write_gradient, self._weight, report, norm)
         for parameter in self.params:
             parameter.grad = None  # it may lie in the slot, which is the server's now
-        self.set_lr(self.worker.learning_rate)
+        self.take_rate(self.worker.learning_rate)
         if self.scaler is not None:
             self.scaler.update()
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether there is a gradient that was clipped and not stepped."""
+        return self._norm is not None
+
+    def take_rate(self, lr: float) -> None:
+        """Takes the server's learning rate, for fairseq's log."""
+        self.set_lr(lr)
+        self._given_groups = self._options_of_groups()
+
+    def _options_of_groups(self) -> list[StateDict]:
+        return [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
+
+    def _check_step(self) -> None:
+        if self._norm is None:
+            raise ConfigurationError(f"the task calls optimizer.step() beside fairseq's trainer: {_ONE_GRADIENT}")
+        if self._options_of_groups() != self._given_groups:
+            raise ConfigurationError(
+                "the optimizer's param_groups were changed here (set_lr, a learning rate or weight decay by hand), and "
+                "with hybrid_async the server steps: use --lr-scheduler, or --optimizer local_sgd"
+            )
+        if self._clips_before_task and not self._skip:
+            norm = float(self._factor * super().clip_grad_norm(0.0))
+            if math.isfinite(self._norm) and not math.isclose(norm, self._norm, rel_tol=1e-4):
+                raise ConfigurationError(
+                    f"--clip-norm {self.cfg.clip_norm:g}: the task's optimizer_step changes gradients after they were "
+                    "clipped, and with hybrid_async the server clips later: change them in train_step, give "
+                    "--clip-norm 0, or use --optimizer local_sgd"
+                )
 
     # The server's state
 
@@ -136,7 +185,7 @@ class HybridAsync(FairseqOptimizer):
         self.worker.begin(welcome)
         self.worker.restore_compressor((self.restored or {}).get("compressor"))
         self.restored = None
-        self.set_lr(self.worker.learning_rate)
+        self.take_rate(self.worker.learning_rate)
 
     def load_state_dict(self, state_dict: StateDict, optimizer_overrides: StateDict | None = None) -> None:
         """Keeps a checkpoint's server state until this worker joins; the server has the overrides from the method's
@@ -176,8 +225,10 @@ class HybridAsync(FairseqOptimizer):
 
     def _reset_step(self) -> None:
         self._factor = 1.0 if self.scaler is None else 1.0 / float(self.scaler.loss_scale)
-        self._weight, self._skip, self._norm = 0.0, False, None
+        self._weight, self._skip = 0.0, False
+        self._norm: float | None = None  # from the clipping to the step
         self._losses: list[Tensor] = []
+        self.tokens: list[float | Tensor] = []
 
     @property
     def _is_sent(self) -> bool:
@@ -193,7 +244,7 @@ class HybridAsync(FairseqOptimizer):
     def _mean_loss(self) -> float:
         """Returns the step's loss in nats per target token, as the criterion computes it; fairseq's log has bits."""
         total = reduce(add, map(float, self._losses), 0.0)
-        return total / self._weight if self._weight else 0.0
+        return total / self._weight if self._weight > _NO_TOKENS else 0.0
 
 
 class HybridTrainer(AsynchronousTrainer):
@@ -207,6 +258,10 @@ class HybridTrainer(AsynchronousTrainer):
         worker: HybridWorker = self.optimizer.worker
         return worker
 
+    def _note_tokens(self, criterion: FairseqObject, inputs: object, output: FairseqObject) -> None:
+        if torch.is_grad_enabled():
+            self.optimizer.tokens.append(output[1])
+
     def _build_optimizer(self) -> None:
         if getattr(self, "_optimizer", None) is not None:
             return  # fairseq builds it anew for a checkpoint, but this one has joined the run already
@@ -218,8 +273,10 @@ class HybridTrainer(AsynchronousTrainer):
             self.session.client,
             loss_scaler(self.cfg) if self.cfg.common.fp16 else None,
             options.barrier,
+            type(self.task).optimizer_step is not FairseqTask.optimizer_step,
         )
         self._lr_scheduler = RemoteSchedule(None, self._optimizer)
+        self._criterion.register_forward_hook(self._note_tokens)
 
     def load_checkpoint(self, filename: str, *args: object, **kwargs: object) -> StateDict | None:
         """Joins the run and loads a checkpoint as fairseq does; worker 0 brings its server state to a new server."""
@@ -296,6 +353,8 @@ class HybridTrainer(AsynchronousTrainer):
         self, logging_outputs: FairseqObject, sample_size: float, grad_norm: Tensor | None = None
     ) -> FairseqObject:
         if grad_norm is not None:
+            if self.optimizer.awaits_step:
+                raise ConfigurationError(f"the task's optimizer_step has not called optimizer.step(): {_ONE_GRADIENT}")
             last = self.worker.last
             metrics.log_scalar("staleness", last["staleness"], priority=600, round=2)
             for name in ("push", "pull"):

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from fairseq.trainer import Trainer
 
-from fairseq_async.errors import AsyncError, fail
+from fairseq_async.errors import AsyncError, ConfigurationError, fail
 from fairseq_async.fairseq_plugin import flags
 from fairseq_async.fairseq_plugin.command_line import write_command
 from fairseq_async.fairseq_plugin.compat.checkpoints import leave_directory_check_to_worker_0, plain_config
@@ -66,6 +67,7 @@ class Main:
         fairseqs_trainer, fairseqs_stats = self.module.Trainer, self.module.get_valid_stats
         self.module.get_valid_stats = partial(note_validation, fairseqs_stats)  # type: ignore[attr-defined]
         try:
+            _check_trainer(fairseqs_trainer, cfg)
             with _run(METHODS[cfg.optimizer.optimizer], cfg) as trainer:
                 self.module.Trainer = trainer  # type: ignore[attr-defined]
                 self.main(cfg, **kwargs)
@@ -77,6 +79,15 @@ class Main:
         finally:
             self.module.Trainer = fairseqs_trainer  # type: ignore[attr-defined]
             self.module.get_valid_stats = fairseqs_stats  # type: ignore[attr-defined]
+
+
+def _check_trainer(found: type, cfg: FairseqConfig) -> None:
+    if found is not Trainer:
+        raise ConfigurationError(
+            f"{found.__module__}.{found.__qualname__} is in the place of fairseq's Trainer, and --optimizer "
+            f"{cfg.optimizer.optimizer} puts its own there, so that nothing of yours would be called: put your methods "
+            "into fairseq.trainer.Trainer, of which it is a subclass, or into the task"
+        )
 
 
 def _main_of_spawned_process() -> Main:

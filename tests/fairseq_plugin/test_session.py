@@ -6,13 +6,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from fairseq.trainer import Trainer
 
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin import session
 from fairseq_async.fairseq_plugin.registry import METHODS, SynchronousMethod
-
-
-class FairseqsTrainer: ...
 
 
 class OurTrainer: ...
@@ -28,7 +26,7 @@ def refuse(cfg: Any) -> None:
 def command_module(main: Callable[[ModuleType, Any], None]) -> ModuleType:
     """A module like ``fairseq_cli.train``, whose ``main`` is given the module and the configuration."""
     module = ModuleType("fairseq_cli.train")
-    module.Trainer = FairseqsTrainer  # type: ignore[attr-defined]
+    module.Trainer = Trainer  # type: ignore[attr-defined]
     module.main = lambda cfg: main(module, cfg)  # type: ignore[attr-defined]
     module.get_valid_stats = lambda *stats: stats  # type: ignore[attr-defined]
     module.convert_namespace_to_omegaconf = lambda args: args  # type: ignore[attr-defined]
@@ -49,7 +47,7 @@ def test_main_finds_the_methods_trainer_and_afterwards_fairseqs_is_back(cfg: Nam
     found = []
     module = command_module(lambda module, cfg: found.append(module.Trainer))
     module.main(cfg)
-    assert found == [OurTrainer] and module.Trainer is FairseqsTrainer
+    assert found == [OurTrainer] and module.Trainer is Trainer
 
 
 def test_a_module_is_wrapped_once(cfg: Namespace) -> None:
@@ -57,6 +55,15 @@ def test_a_module_is_wrapped_once(cfg: Namespace) -> None:
     wrapped = module.main
     session.attach({"__main__": module, "fairseq_cli.train": module})
     assert module.main is wrapped
+
+
+def test_a_trainer_of_the_users_own_is_not_passed_over(cfg: Namespace, capsys: pytest.CaptureFixture[str]) -> None:
+    """A --user-dir has put it there, and none of its methods would be called."""
+    module = command_module(lambda module, cfg: pytest.fail("it trains"))
+    module.Trainer = type("Own", (Trainer,), {"__module__": "user_dir"})  # type: ignore[attr-defined]
+    with pytest.raises(SystemExit) as end:
+        module.main(cfg)
+    assert end.value.code == 2 and "user_dir.Own is in the place of fairseq's Trainer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["check", "main"])
@@ -72,7 +79,7 @@ def test_an_error_is_one_line_and_exit_code_2(
     with pytest.raises(SystemExit) as end:
         module.main(cfg)
     assert end.value.code == 2 and capsys.readouterr().err == "fairseq-async: error: --flag: wrong\n"
-    assert module.Trainer is FairseqsTrainer
+    assert module.Trainer is Trainer
 
 
 def test_control_c_is_one_line_and_exit_code_130(cfg: Namespace, capsys: pytest.CaptureFixture[str]) -> None:

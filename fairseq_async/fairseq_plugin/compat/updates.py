@@ -41,7 +41,7 @@ class RemoteSchedule(FairseqLRScheduler):
         worker = self.optimizer.worker
         if worker.joined and worker.client.worker == 0:
             answer = worker.client.schedule_event(event, epoch, loss)
-            self.optimizer.set_lr(answer.learning_rate)
+            self.optimizer.take_rate(answer.learning_rate)
 
     def step_begin_epoch(self, epoch: int) -> None:
         """Reports that an epoch begins."""
