@@ -322,6 +322,6 @@ def test_a_worker_begins_where_its_welcome_says_and_takes_no_step_of_a_schedule_
     assert pulls == [{"starts": not finished}] and local.assignment == work
     local.count(0.1, None)
     assert (local.progress, local.finished) == (9.5 if finished else 9.0, finished)
-    local._take_work(WorkReply(finished, Assignment(local_steps=4, progress=8.0)))
+    local.take_work(WorkReply(finished, Assignment(local_steps=4, progress=8.0)))
     local.count(0.1, None)
     assert local.step_number == 10, "its own steps after the 8 of the run, wherever the progress is"
