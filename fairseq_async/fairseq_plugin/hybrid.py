@@ -33,6 +33,10 @@ from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.hybrid import HybridWorker
 
 _NO_TOKENS = 1e-9  # weight of batches without a target token: they move no mean, and alone they step as in fairseq
+_SERVER_CLIPS = (
+    "with hybrid_async the server clips, by --clip-norm, what the worker sends: give --clip-norm 0 and clip with "
+    "torch.nn.utils.clip_grad_norm_, or use --optimizer local_sgd"
+)
 _ONE_GRADIENT = (
     "with hybrid_async each update is one gradient, by which the server counts steps and the learning rate; "
     "use --optimizer local_sgd, where the task may step as it likes"
@@ -81,6 +85,7 @@ class HybridAsync(FairseqOptimizer):
         self.report = Report()
         self.dummy = False
         self.restored: StateDict | None = None
+        self._norm: float | None = None  # from the clipping to the step
         self._reset_step()
         self.take_rate(cfg.lr[0])
 
@@ -122,7 +127,14 @@ class HybridAsync(FairseqOptimizer):
 
         A norm that is not finite does not end the run: the server refuses the update, or the loss scale was too large
         and the batch is skipped.
+
+        Raises:
+            ConfigurationError: the task clips too.
         """
+        if self._norm is not None:
+            raise ConfigurationError(
+                f"the task calls optimizer.clip_grad_norm beside fairseq's trainer: {_SERVER_CLIPS}"
+            )
         norm: Tensor = self._factor * super().clip_grad_norm(0.0)
         self._skip = self.scaler is not None and overflows(self.scaler, norm)
         self._norm = float(norm)
@@ -136,6 +148,10 @@ class HybridAsync(FairseqOptimizer):
             RefusedError: the last updates had NaN or Inf.
             ExchangeError: the server is gone; this update may be lost.
         """
+        if closure is not None:
+            raise ConfigurationError(f"the task calls optimizer.step(closure): {_ONE_GRADIENT}")
+        if scale != 1.0:
+            self.multiply_grads(1.0 / scale)
         self._check_step()
         norm, self._norm = self._norm, None
         if self._skip or not self._is_sent:
@@ -173,9 +189,7 @@ class HybridAsync(FairseqOptimizer):
             norm = float(self._factor * super().clip_grad_norm(0.0))
             if math.isfinite(self._norm) and not math.isclose(norm, self._norm, rel_tol=1e-4):
                 raise ConfigurationError(
-                    f"--clip-norm {self.cfg.clip_norm:g}: the task's optimizer_step changes gradients after they were "
-                    "clipped, and with hybrid_async the server clips later: change them in train_step, give "
-                    "--clip-norm 0, or use --optimizer local_sgd"
+                    f"--clip-norm {self.cfg.clip_norm:g}: the task's optimizer_step changes gradients: {_SERVER_CLIPS}"
                 )
 
     # The server's state
@@ -226,7 +240,7 @@ class HybridAsync(FairseqOptimizer):
     def _reset_step(self) -> None:
         self._factor = 1.0 if self.scaler is None else 1.0 / float(self.scaler.loss_scale)
         self._weight, self._skip = 0.0, False
-        self._norm: float | None = None  # from the clipping to the step
+        self._norm = None
         self._losses: list[Tensor] = []
         self.tokens: list[float | Tensor] = []
 

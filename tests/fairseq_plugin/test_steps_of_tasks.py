@@ -26,6 +26,9 @@ def double_gradients(optimizer: HybridAsync) -> None:
         (double_gradients, 0.0, ""),
         (double_gradients, 1.0, "--clip-norm 1: the task's optimizer_step changes gradients"),
         (lambda optimizer: optimizer.multiply_grads(0.5), 0.0, ""),
+        (lambda optimizer: optimizer.step(scale=2.0), 0.0, ""),
+        (lambda optimizer: optimizer.step(lambda: 0.0), 0.0, "the task calls optimizer.step.closure."),
+        (lambda optimizer: optimizer.clip_grad_norm(0.5), 0.0, "the task calls optimizer.clip_grad_norm beside"),
         (lambda optimizer: optimizer.step(), 0.0, "the task calls optimizer.step.. beside fairseq's trainer"),
         (lambda optimizer: optimizer.set_lr(0.2), 0.0, "the optimizer's param_groups were changed"),
         (lambda optimizer: optimizer.param_groups[0].update(weight_decay=1), 0.0, "param_groups were changed"),
@@ -52,8 +55,8 @@ def test_what_a_task_does_before_its_step_is_taken_or_is_one_line(
             optimizer.step()
     else:
         does(optimizer)
-        assert optimizer.awaits_step
-        optimizer.step()
+        if optimizer.awaits_step:
+            optimizer.step()
         ((_, weight, norm),) = sent
         assert (weight, norm) == (4.0, 5.0) and not optimizer.awaits_step
 
