@@ -4,8 +4,10 @@ Arguments: what happens (``full``, ``full in shards``, ``read-only``, ``no share
 and an empty directory. The log is on this disk too, as a launcher's is. Prints JSON.
 """
 
+import ctypes
 import io
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -31,6 +33,7 @@ from tests.helpers.waiting import wait_until
 SHARED = Path("/dev/shm")
 LAYOUT = Layout.of([("weight", torch.zeros(25_000)), ("bias", torch.zeros(25_000))])  # 200 kB for each slot
 METHOD = sgd_spec(snapshot_seconds=1e-3)
+_CLONE_NEWNS = 0x20000
 NOT_WRITTEN = "a snapshot could not be written"
 PRINTS = """
 import sys, time
@@ -51,6 +54,14 @@ sys.exit(3)
 def in_shards() -> MethodSpec:
     options = ServerOptions(server_shards=2, snapshot_seconds=1e-3)
     return local_sgd_spec(methods.parse(LocalSGDOptions, {"local_steps": 1}, "test"), 2, [], options, {})
+
+
+def own_mounts() -> None:
+    """As ``unshare -m``: what is mounted from now on is seen by this process, and by those that it starts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    mount("--make-rprivate", "/")
 
 
 def mount(*options: str) -> None:
@@ -112,6 +123,7 @@ class Terminal(io.StringIO):
 
 def main() -> None:
     what, directory = sys.argv[1], Path(sys.argv[2])
+    own_mounts()
     sys.stderr = said = Terminal()
     mount("-t", "tmpfs", "-o", "size=2m", "none", str(directory))
     mount("-t", "tmpfs", "-o", "size=1m", "none", str(SHARED))

@@ -46,8 +46,8 @@ def on_a_small_disk(tmp_path: Path) -> Any:
 
     def run(what: str) -> dict[str, Any]:
         (tmp_path / "run").mkdir()
-        job = ["unshare", "-m", sys.executable, "-m", "tests.helpers.small_disk", what, str(tmp_path / "run")]
-        variables = os.environ | environment()
+        job = [sys.executable, "-m", "tests.helpers.small_disk", what, str(tmp_path / "run")]
+        variables = os.environ | environment() | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(job, capture_output=True, text=True, timeout=120, cwd=ROOT, env=variables)
         assert done.returncode == 0, done.stderr
         found: dict[str, Any] = json.loads(done.stdout)
@@ -88,6 +88,7 @@ def test_a_worker_for_which_there_is_no_shared_memory_is_told_so_and_the_others_
     assert "no room in /dev/shm: parameters and slots need" in found["joiner"]
 
 
+@pytest.mark.usefixtures("executed")  # of what a fork has, more is in use already
 def test_a_server_without_memory_for_more_goes_on_with_what_it_has(on_a_small_disk: Any) -> None:
     found = on_a_small_disk("no memory")
     assert found["running"] and found["version"] == 40 and found["statuses"] == ["applied"]
