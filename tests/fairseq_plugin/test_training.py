@@ -57,7 +57,7 @@ def test_two_asynchronous_workers_learn_and_leave_what_was_promised(
 ) -> None:
     tensorboard = tmp_path / "tensorboard"
     code, output = launch(
-        2, tmp_path, "--max-update", 200, "--save-interval-updates", 50, "--tensorboard-logdir", tensorboard
+        2, tmp_path, "--max-update", 300, "--save-interval-updates", 50, "--tensorboard-logdir", tensorboard
     )
     assert code == 0, output
     log = tmp_path / "logs/worker-0.log"
@@ -66,8 +66,8 @@ def test_two_asynchronous_workers_learn_and_leave_what_was_promised(
     updates = events(tmp_path)
     applied = [event for event in updates if event["status"] == "applied"]
     assert {event["worker"] for event in applied} == {0, 1}
-    assert len(applied) in (400, 401)  # two gradients are a step, and the last may begin in the middle of one
-    assert applied[-1]["version_after"] >= 200  # a step that closes with one of them is half a step
+    assert len(applied) in (600, 601)  # two gradients are a step, and the last may begin in the middle of one
+    assert applied[-1]["version_after"] >= 300  # a step that closes with one of them is half a step
     for worker in (0, 1):
         sequences = [event["sequence"] for event in applied if event["worker"] == worker]
         assert sequences == list(range(len(sequences)))
@@ -174,13 +174,12 @@ def test_a_worker_without_a_batch_is_a_mistake_in_one_line(launch: Launch, tmp_p
 
 
 def test_max_epoch_counts_the_passes_of_all_workers_together(launch: Launch, tmp_path: Path) -> None:
-    code, output = launch(2, tmp_path, "--max-epoch", 8, "--updates-per-step", 1, launcher=["--slowdown", "1,8"])
+    code, output = launch(2, tmp_path, "--max-epoch", 8, "--updates-per-step", 1, launcher=["--slowdown", "1,3"])
     assert code == 0, output
     applied = [event for event in events(tmp_path) if event["status"] == "applied"]
     assert abs(len(applied) - 8 * 25) <= 2  # 25 batches a pass, in each worker's own order
-    workers = [event["worker"] for event in applied]
-    together = workers[max(workers.index(0), workers.index(1)) :]  # from when both are there
-    assert together.count(0) > 2 * together.count(1) > 0, "worker 1 is slowed down"
+    counts = [sum(event["worker"] == worker for event in applied) for worker in (0, 1)]
+    assert counts[0] > counts[1] > 0
 
 
 def test_half_precision_models_have_fp32_masters_in_the_server(alone: Alone, tmp_path: Path) -> None:

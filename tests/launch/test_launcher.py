@@ -375,3 +375,13 @@ def test_what_only_asynchronous_workers_have_is_refused_with_a_synchronous_metho
         cli.main()
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.startswith(f"fairseq-async: error: {flag}: ") and said.count("\n") == 1
+
+
+def test_a_slowed_down_worker_sends_fewer_gradients_and_older_ones(launch: Launch, tmp_path: Path) -> None:
+    code, output = launch(2, tmp_path, "--max-update", 120, launcher=["--slowdown", "1,20"])
+    assert code == 0, output
+    updates = events(tmp_path)
+    began = [event["worker"] for event in updates].index(1)
+    ages = [[e["staleness"] for e in updates[began:] if e["worker"] == worker] for worker in (0, 1)]
+    assert len(ages[0]) > 2 * len(ages[1])
+    assert sum(ages[1]) / len(ages[1]) > sum(ages[0]) / len(ages[0])

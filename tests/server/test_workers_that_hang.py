@@ -144,7 +144,7 @@ def layout() -> dict[str, Any]:
 
 
 def test_the_launcher_ends_a_run_without_a_worker_that_hangs(processes: Processes, data: Path, tmp_path: Path) -> None:
-    flags = ["--max-update", 80, "--disable-validation", "--worker-timeout", 3]
+    flags = ["--max-update", 200, "--disable-validation", "--worker-timeout", 3]
     launcher = processes.start(launch_command(data, 2, tmp_path, *flags))
     wait_until(lambda: count(tmp_path, 1) > 5, 90)
     stop(worker_of(tmp_path, 1))
