@@ -78,7 +78,7 @@ def _filled(sizes: Sequence[int], capacity: int) -> list[int]:
     ends: list[int] = []
     held = 0
     for number, size in enumerate(sizes):
-        if number and held + size > capacity:
+        if held + size > capacity:
             ends.append(number)
             held = 0
         held += size

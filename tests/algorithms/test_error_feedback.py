@@ -124,3 +124,15 @@ def test_error_feedback_goes_on_from_its_state() -> None:
     second.load_state_dict(first.state_dict())
     assert torch.equal(first.residual, second.residual)
     assert first.send(updates[2], 5) == second.send(updates[2], 5)
+
+
+@pytest.mark.parametrize("codec", [*biased(), TopK(5, 3, bits=1)], ids=name_of)
+def test_what_is_left_out_of_an_update_stays_in_the_residual_whole(codec: Codec) -> None:
+    """A codec may send values that are 0 as others."""
+    feedback, update = ErrorFeedback(codec), torch.tensor([5.0, -6.0, 7.0, 8.0, 1.0])
+    feedback.send(update, without=[slice(0, 2), slice(2, 4)])
+    feedback.acknowledge()
+    assert torch.equal(feedback.residual[:4], update[:4])
+    feedback.send(update)
+    feedback.acknowledge()
+    assert not torch.equal(feedback.residual[:4], 2 * update[:4])

@@ -136,6 +136,11 @@ def test_a_fairseq_checkpoint_loses_its_optimizer_state_and_takes_a_newer_snapsh
     newer = torch.load(tmp_path / "newer.pt", weights_only=True)["model"]
     half = {name: value.half() for name, value in TRAINED.items()}
     assert equal(newer, half | {"out.weight": half["head.weight"], "version": torch.tensor([3.0]).half()})
+    content = torch.load(path, weights_only=True)
+    content["extra_state"]["async_server"] = {"server": {"version": 2}}  # the snapshot's
+    torch.save(content, path)
+    export(tmp_path / "save", tmp_path / "as new.pt")
+    assert equal(torch.load(tmp_path / "as new.pt", weights_only=True)["model"], same["model"])
 
 
 def test_a_finished_runs_file_is_exported_and_nothing_else(tmp_path: Path) -> None:

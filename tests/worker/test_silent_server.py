@@ -46,7 +46,10 @@ def test_a_server_that_says_nothing_for_a_while_is_waited_for(
         monkeypatch.setattr(server.service, "tick", slow_tick)
         assert busy.wait(10)
         with caplog.at_level(logging.WARNING):
-            Client(server.address, server.token, 0).close()
+            client = Client(server.address, server.token, 0)
+        watched = client._channel.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert watched == 1000 * server.service.membership.timeout > 0
+        client.close()
         assert f"the server at {server.address} says nothing yet; still waiting" in caplog.text
     finally:
         server.stop()
