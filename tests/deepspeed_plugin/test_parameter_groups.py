@@ -1,4 +1,4 @@
-"""Parameter groups, optimizers and schedules of a script, whose one worker must end where plain DeepSpeed ends."""
+"""Parameter groups, optimizers and schedules of a script, whose workers must end where plain DeepSpeed ends."""
 
 import json
 from collections.abc import Callable
@@ -39,23 +39,25 @@ def seen(out: Path, name: str) -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize("name", ["json", "script", "position", "checkpoint", "local"])
-def test_one_worker_steps_each_group_as_plain_deepspeed_does(
-    parameters: Callable[[str], dict[str, torch.Tensor]], out: Path, name: str
+@pytest.mark.parametrize(
+    ("name", "worker"), [("json", 0), ("script", 0), ("position", 0), ("position", 1), ("checkpoint", 0), ("local", 0)]
+)
+def test_a_worker_steps_each_group_as_plain_deepspeed_does(
+    parameters: Callable[[str], dict[str, torch.Tensor]], out: Path, name: str, worker: int
 ) -> None:
     """So does a parameter that no loss uses, which decays in DeepSpeed. The moments of an optimizer that has stepped,
     and those of a checkpoint of plain DeepSpeed, are the server's, and the schedule goes on at its place."""
-    start, expected, found = (parameters(each) for each in ("start", f"{name}.plain", f"{name}.asynchronous"))
+    start, expected, found = (parameters(each) for each in ("start", f"{name}.plain", f"{name}.worker-{worker}"))
     for key, tensor in expected.items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-6)
         assert torch.equal(tensor, start[key]) == (key == "4.bias")  # whose group has no rate
-    rates, plain = (seen(out, f"{name}.{each}")["rates"] for each in ("asynchronous", "plain"))
+    rates, plain = (seen(out, f"{name}.{each}")["rates"] for each in (f"worker-{worker}", "plain"))
     assert rates == plain[-len(rates) :]
 
 
 @pytest.mark.parametrize("name", ["json", "script", "local"])
 def test_steps_after_the_last_one_only_count_and_say_so_once(out: Path, name: str) -> None:
-    both = seen(out, f"{name}.asynchronous")
+    both = seen(out, f"{name}.worker-0")
     assert both["applied"] == [True] * STEPS + [False] * 2 and both["steps"] == STEPS + 2
     assert (out / f"{name}.log").read_text().count("the run is over, and engine.step() does nothing any more") == 1
 

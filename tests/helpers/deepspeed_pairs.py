@@ -1,4 +1,4 @@
-"""DeepSpeed scripts with parameter groups of their own, by plain DeepSpeed and as the one worker of a run.
+"""DeepSpeed scripts with parameter groups of their own, by plain DeepSpeed and as the one worker of a run, or as two.
 
 Each is a process that is forked after DeepSpeed is imported, and leaves in files of --out what it has printed, the
 parameters that it came to, and the learning rates that its engine showed.
@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import fairseq_async.deepspeed_plugin as deepspeed_async
 from fairseq_async.deepspeed_plugin.engines.synchronous import set_environment_without_launcher
+from fairseq_async.exchange.ports import free_port
 
 STEPS = 8
 PLAIN = {
@@ -80,7 +81,8 @@ CASES: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "checkpoint": of_a_checkpoint,
     "local": of_the_script,
 }
-HYBRID = {"method": "hybrid_async", "updates_per_step": 1}
+WORKERS = {"position": 2}  # each with half of every batch; of the others one
+HYBRID = {"method": "hybrid_async", "barrier": True}
 LOCAL = {"method": "local_sgd", "outer": "nesterov", "outer_lr": 1.0, "outer_momentum": 0.0, "local_steps": 3}
 SAVED_AT = 3
 
@@ -99,35 +101,38 @@ def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield inputs, 5 * inputs.sin().sum(1, keepdim=True)
 
 
-def train(name: str, out: Path, asynchronous: bool) -> None:
+def train(name: str, out: Path, worker: int | None) -> None:
+    """Trains by plain DeepSpeed where ``worker`` is None."""
     model = make_model()
     arguments = CASES[name](model)
-    first = SAVED_AT if asynchronous and name == "checkpoint" else 0
+    first = SAVED_AT if worker is not None and name == "checkpoint" else 0
     section = (LOCAL if name == "local" else HYBRID) | {"run_dir": str(out / name), "total_steps": STEPS - first}
-    if asynchronous:
-        arguments["config"] = arguments["config"] | {"async_training": section}
-    else:
+    part = slice(None)
+    if worker is None:
         set_environment_without_launcher()
+    else:
+        arguments["config"] = arguments["config"] | {"async_training": section}
+        part = slice(worker, None, WORKERS.get(name, 1))
     given = [arguments.get(key) for key in ("optimizer", "model_parameters", "training_data", "lr_scheduler")]
     others = [29500, None, None, None]  # distributed_port, mpu, dist_init_required, collate_fn
-    engine, *_ = (deepspeed_async if asynchronous else deepspeed).initialize(
+    engine, *_ = (deepspeed if worker is None else deepspeed_async).initialize(
         None, model, *given, *others, arguments["config"]
     )
     rates, applied = [], []
     if first:
         engine.load_checkpoint(str(out / name))
     for inputs, targets in list(batches())[first:]:
-        if name == "checkpoint" and not asynchronous and engine.global_steps == SAVED_AT:
+        if name == "checkpoint" and worker is None and engine.global_steps == SAVED_AT:
             engine.save_checkpoint(str(out / name))
-        engine.backward(nn.functional.mse_loss(engine(inputs), targets))
+        engine.backward(nn.functional.mse_loss(engine(inputs[part]), targets[part]))
         engine.step()
         rates.append(engine.get_lr())
         applied.append(engine.was_step_applied())
-    for _ in range(2 if asynchronous else 0):  # steps past the end
+    for _ in range(0 if worker is None else 2):  # steps past the end
         engine.backward(engine(inputs).sum())
         engine.step()
         applied.append(engine.was_step_applied())
-    ending = "asynchronous" if asynchronous else "plain"
+    ending = "plain" if worker is None else f"worker-{worker}"
     torch.save(model.state_dict(), out / f"{name}.{ending}.pt")
     seen = {"rates": rates, "applied": applied, "steps": engine.global_steps}
     (out / f"{name}.{ending}.json").write_text(json.dumps(seen))
@@ -137,13 +142,19 @@ def main() -> None:
     out = Path(sys.argv[1])
     torch.save(make_model().state_dict(), out / "start.pt")
     for name in CASES:
-        for asynchronous in (False, True):
-            if os.fork() == 0:
-                with (out / f"{name}.log").open("a") as log:
-                    os.dup2(log.fileno(), 1)
-                    os.dup2(log.fileno(), 2)
-                return train(name, out, asynchronous)  # and ends, as a script would
-            os.wait()
+        workers = WORKERS.get(name, 1)
+        ranks = {"WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        for together in ([None], range(workers)):
+            for worker in together:
+                if os.fork() == 0:
+                    if workers > 1 and worker is not None:  # as a launcher does
+                        os.environ |= ranks | {"RANK": str(worker), "LOCAL_RANK": str(worker)}
+                    with (out / f"{name}.log").open("a") as log:
+                        os.dup2(log.fileno(), 1)
+                        os.dup2(log.fileno(), 2)
+                    return train(name, out, worker)  # and ends, as a script would
+            for _ in together:
+                os.wait()
 
 
 if __name__ == "__main__":
