@@ -233,7 +233,11 @@ def count_step(engine: DeepSpeedEngine, applied: bool) -> None:
     engine._step_applied = applied  # what its was_step_applied() answers
     engine.losses = None
     engine.global_steps += 1
-    engine.global_samples += engine.train_batch_size()
+    samples = engine.train_batch_size()
+    if not engine.managed_gradient_accumulation():  # by the script, in micro-batches of which DeepSpeed has the count
+        samples = samples // engine.gradient_accumulation_steps() * engine._unmanaged_backward_count
+        engine._unmanaged_backward_count = 0
+    engine.global_samples += samples
     every = engine.steps_per_print()
     if every is not None and engine.global_rank == 0 and engine.global_steps % every == 0:
         engine._report_progress(engine.global_steps)

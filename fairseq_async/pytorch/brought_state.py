@@ -1,6 +1,7 @@
 """The state of optimizers that have stepped before a run, as a state from which the run's server goes on."""
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from fairseq_async.algorithms import HybridAccumulation
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, fail
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.pytorch.parameters import crc_of
@@ -21,6 +22,10 @@ from fairseq_async.server.optimizers.several import SeveralOptimizers
 from fairseq_async.server.plan import Build
 
 Named = Sequence[tuple[str, Parameter]]
+_MOMENTS = (
+    "the state of the optimizer was loaded or cleared during the run, and its moments are the server's: do so before "
+    "the run begins, or use local SGD"
+)
 
 
 def has_stepped(optimizer: Optimizer) -> bool:
@@ -96,3 +101,20 @@ def _part_of(value: Any, parameter: Parameter, part: slice, shape: torch.Size) -
         return None
     copied = torch.as_tensor(value).detach().to("cpu", torch.float32, copy=True)
     return copied.flatten()[part].view(shape).clone() if copied.shape == parameter.shape else copied
+
+
+class StateInServer(defaultdict[Any, Any]):
+    """The state of an optimizer during the run: empty, as the server has the moments."""
+
+    def clear(self) -> None:
+        """Ends the process with one line: a script that clears the moments would go on with the server's."""
+        fail(_MOMENTS)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Checks that the optimizer has this state.
+
+        Raises:
+            ConfigurationError: the script has given it another.
+        """
+        if optimizer.state is not self:
+            raise ConfigurationError(_MOMENTS)

@@ -15,10 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import ConfigurationError, fail
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.method.spec import JsonObject, MethodSpec, hybrid_spec
 from fairseq_async.options.config import HybridOptions
-from fairseq_async.pytorch.brought_state import brought_state, check_brought, checksum_of_moments
+from fairseq_async.pytorch.brought_state import StateInServer, brought_state, check_brought, checksum_of_moments
 from fairseq_async.pytorch.options import parse_options
 from fairseq_async.pytorch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
 from fairseq_async.pytorch.schedules import one_for_each
@@ -37,11 +37,6 @@ from fairseq_async.server.programs import gradient_main
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.start.process import errors_in_one_line
-
-_MOMENTS = (
-    "the state of the optimizer was loaded or cleared within the block, and its moments are the server's: do so before "
-    "the with block, or use local SGD"
-)
 
 
 class HybridAsync(AsyncTraining):
@@ -245,7 +240,7 @@ class _Part:
         self._steps = steps
         self._rates, self._options = present_rates(optimizer), present_options(optimizer)
         self._scheduler = scheduler
-        self.state = _StateInServer(dict)
+        self.state = StateInServer(dict)
         self._taken: list[tuple[Parameter, Tensor | None]] = []
         self._count = None if scheduler is None else StepCount(scheduler, steps)
 
@@ -289,8 +284,7 @@ class _Part:
     def before_step(self) -> None:
         """Checks what :meth:`check_rates` does, that the scheduler is stepped as often as the optimizer, and that its
         state is as it was."""
-        if self.optimizer.state is not self.state:
-            raise ConfigurationError(_MOMENTS)
+        self.state.check(self.optimizer)
         if self._count is not None:
             self._count.before_step()
         self.check_rates()
@@ -306,11 +300,3 @@ class _Part:
             check_scheduled(self.optimizer, self._scheduler)
         else:
             check_rates(self.optimizer, self._rates, "give a scheduler of torch as scheduler=")
-
-
-class _StateInServer(defaultdict[Any, Any]):
-    """The state of an optimizer within the block: empty, as the server has the moments."""
-
-    def clear(self) -> None:
-        """Ends the process with one line: a script that clears the moments would go on with the server's."""
-        fail(_MOMENTS)

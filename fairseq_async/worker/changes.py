@@ -1,11 +1,12 @@
 """Notices parameters that were changed by something else than the run."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 _WIDTH = 127  # words of 8 bytes in a row: rows are summed at the memory's speed, and only their sums are weighted
+_PASSES_OF_A_STEP = 4  # at most: of SAM, and of several losses
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -42,6 +43,60 @@ class ParameterWatch:
     def _fingerprints(self) -> dict[torch.device, Tensor]:
         devices = dict.fromkeys(tensor.device for _, tensor in self._named)
         return {device: _fingerprints(each for _, each in self._named if each.device == device) for device in devices}
+
+
+class LoopWatch:
+    """Notices a loop that trains a model itself: before it has joined the run, or by passes without the run's steps.
+
+    Args:
+        find: returns the parameters that are trained, with their names, as an optimizer steps them.
+        trained: the model's own parameters that are trained.
+
+    Attributes:
+        has_stepped: whether the run has seen a step.
+    """
+
+    def __init__(self, find: Callable[[], Sequence[tuple[str, Tensor]]], trained: Iterable[Tensor]) -> None:
+        self._find, self._watch = find, ParameterWatch(find())
+        self._watch.note()
+        self.has_stepped, self._passes, self._gradients = False, 0, 0  # of before the run
+        self._hooks = [each.register_post_accumulate_grad_hook(self._count_gradient) for each in trained]
+
+    def _count_gradient(self, parameter: Tensor) -> None:
+        self._gradients += 1
+
+    def trained_before(self) -> bool:
+        """Whether the loop has computed gradients and changed parameters before :meth:`join`."""
+        return bool(self._gradients) and self._watch.changed() is not None
+
+    def join(self) -> None:
+        """Notes that the run has begun."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._watch = [], ParameterWatch([])
+
+    def step(self) -> None:
+        """Notes a step of the run."""
+        self.has_stepped = True
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Counts passes from here, and compares with the parameters that are there then."""
+        self._passes, self._watch = 0, ParameterWatch([])
+
+    def count_pass(self) -> bool:
+        """Counts a forward pass that trains; returns whether to look at :meth:`trained_without_step` after so many. A
+        step may have several passes, and those of SAM have other parameters for a while."""
+        self._passes += 1
+        if self._passes == (_PASSES_OF_A_STEP if self.has_stepped else 1):
+            self._watch = ParameterWatch(self._find())
+            self._watch.note()
+        return self._passes == 2 * _PASSES_OF_A_STEP
+
+    def trained_without_step(self) -> str | None:
+        """Returns the name of a parameter that has changed within passes without a step of the run; None if there is
+        none."""
+        return self._watch.changed()
 
 
 def _by_parameter(fingerprints: dict[torch.device, Tensor], named: Sequence[tuple[str, Tensor]]) -> list[int | None]:

@@ -1,5 +1,6 @@
 """What the engines count and exchange, of DeepSpeed's engine only what that needs."""
 
+import copy
 import gc
 import math
 import os
@@ -29,7 +30,9 @@ from fairseq_async.deepspeed_plugin.exit import leave_at_exit
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange import SharedMemory
+from fairseq_async.pytorch.brought_state import StateInServer
 from fairseq_async.server.optimizers.learning_rates import present_options, present_rates
+from fairseq_async.worker.changes import LoopWatch
 from fairseq_async.worker.start.context import WorkerContext
 
 
@@ -53,7 +56,7 @@ class Engine(LocalEngine):
     def __init__(self) -> None:
         self.async_worker = cast(Any, Worker())
         self.training, self.global_steps, self._step_ended, self._loss = True, 0, 0.0, None
-        self._lacks_gradient, self._has_stepped, self._passes = False, True, 0
+        self._lacks_gradient, self._loop = False, LoopWatch(lambda: [], [])
         self.context, self.micro_batches = cast(Any, SimpleNamespace(slowdown=1.0)), 0
 
     def __getattr__(self, name: str) -> Any:
@@ -223,22 +226,34 @@ def test_parameters_that_are_moved_without_the_engines_step_are_one_line(
 
 
 @pytest.mark.parametrize("kind", [LocalEngine, HybridEngine])
-@pytest.mark.parametrize("by_the_engine", [True, False])
+@pytest.mark.parametrize("end", ["backward", "pull", "end", "forward", "save_checkpoint", "the process's"])
 def test_training_that_has_never_called_the_engine_itself_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type[AsyncEngine], by_the_engine: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type[AsyncEngine], end: str
 ) -> None:
-    """But engine.module, so that it has not joined the run: its parameters are not the run's."""
+    """But engine.module, so that it has not joined the run: its parameters are not the run's. Neither a change nor a
+    gradient alone is training."""
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr("fairseq_async.errors._failures", [])
     model, connection = nn.Linear(2, 1), cast(Any, SimpleNamespace(leave=lambda finished: None))
     engine = cast(Any, prepared(kind, model, SGD(model.parameters(), lr=0.1)))
     engine.async_worker.joined, engine.async_worker.settle, engine.async_worker.done = False, lambda: None, 0
-    leave_at_exit(connection, engine, None)  # it has not trained
+    engine.global_steps, engine.async_worker.look_ahead = 0, 0.0
+    made = copy.deepcopy(model.state_dict())
+    nn.init.zeros_(model.weight)
+    engine.end()
+    model.load_state_dict(made)
+    engine.module(torch.ones(2)).sum().backward()
+    leave_at_exit(connection, engine, None)
+    model.weight.data += 1.0
+    given: dict[str, list[Any]] = {
+        "backward": [torch.ones(())],
+        "forward": [torch.ones(2)],
+        "save_checkpoint": ["here"],
+    }
     with pytest.raises(SystemExit) as ended:
-        if by_the_engine:
-            engine.backward(engine.module(torch.ones(2)).sum())
-        model.weight.data += 1.0
-        leave_at_exit(connection, engine, None)
+        if end == "the process's":
+            leave_at_exit(connection, engine, None)
+        getattr(engine, end)(*given.get(end, []))
     assert ended.value.code == 2 and "error: the model is trained before the run is joined" in capsys.readouterr().err
 
 
@@ -291,8 +306,9 @@ def test_an_evaluation_and_a_checkpoint_of_a_worker_that_is_ahead_are_of_the_ser
     done: list[str] = []
     engine = HybridEngine.__new__(HybridEngine)
     nn.Module.__init__(engine)
+    engine._loop = LoopWatch(lambda: [], [])
     engine.async_worker = cast(
-        Any, SimpleNamespace(look_ahead=look_ahead, joined=True, catch_up=lambda: done.append("pulls"))
+        Any, SimpleNamespace(look_ahead=look_ahead, joined=True, finished=False, catch_up=lambda: done.append("pulls"))
     )
     monkeypatch.setattr(AsyncEngine, "save_checkpoint", lambda *arguments: done.append(f"saves {arguments[1:]}"))
     engine.save_checkpoint("directory", "tag")
@@ -372,6 +388,7 @@ class SavingEngine(LocalEngine):
         self.optimizer = self.lr_scheduler = None
         self.async_worker, self.context = cast(Any, Saving(joined)), cast(Any, SimpleNamespace(rank=0))
         self.worker, self._state_at_end, self._has_left = worker, run_dir / "state", False
+        self._loop = LoopWatch(lambda: [], [])
         self.given, self._followed = list[str](), FollowedSchedule(None, SGD([Parameter(torch.zeros(1))]))
 
     @property
@@ -536,6 +553,7 @@ def test_a_step_of_hybrid_async_has_the_weight_of_its_batch_and_one_that_was_ref
     for name in others:
         monkeypatch.setattr(HybridEngine, name, lambda engine: None)
     monkeypatch.setattr(DeepSpeedEngine, "train_batch_size", lambda engine: 8)
+    monkeypatch.setattr(DeepSpeedEngine, "managed_gradient_accumulation", lambda engine: True)
     monkeypatch.setattr(DeepSpeedEngine, "steps_per_print", lambda engine: None)
     engine.global_steps = engine.skipped_steps = engine.global_samples = 0
     model.weight.grad = torch.full((1, 2), gradient)
@@ -571,7 +589,7 @@ def hybrid_engine(optimizer: SGD, has_schedule: bool) -> HybridEngine:
     return engine
 
 
-def test_a_learning_rate_that_the_server_would_not_take_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_server_would_not_take_of_the_optimizer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     optimizer = SGD([Parameter(torch.zeros(1))], lr=0.1)
     engine = hybrid_engine(optimizer, has_schedule=False)
     optimizer.param_groups[0]["lr"] = 0.0
@@ -582,6 +600,12 @@ def test_a_learning_rate_that_the_server_would_not_take_is_one_line(capsys: pyte
     scheduled._check_rates()
     optimizer.param_groups[0]["weight_decay"] = 0.5
     with pytest.raises(ConfigurationError, match='"weight_decay".* of the optimizer was 0 and is 0.5 now'):
+        scheduled._check_rates()
+    scheduled._moments = optimizer.state = StateInServer(dict)
+    with pytest.raises(SystemExit):
+        optimizer.state.clear()
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ConfigurationError, match="state of the optimizer was loaded or cleared during the run"):
         scheduled._check_rates()
 
 

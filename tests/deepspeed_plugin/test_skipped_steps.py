@@ -20,6 +20,7 @@ class Engine(SynchronousEngine):
     def __init__(self, **optimizer: Any) -> None:
         self.optimizer = SimpleNamespace(**optimizer)
         self.global_steps = self.skipped_steps = self.global_samples = self._skipped_in_a_row = self.cleared = 0
+        self.is_managed, self._unmanaged_backward_count = True, 0
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)
@@ -29,6 +30,12 @@ class Engine(SynchronousEngine):
 
     def train_batch_size(self) -> int:
         return 8
+
+    def gradient_accumulation_steps(self) -> int:
+        return 2
+
+    def managed_gradient_accumulation(self) -> bool:
+        return self.is_managed
 
     def steps_per_print(self) -> None:
         """Prints no progress."""
@@ -43,6 +50,9 @@ def test_a_bad_step_counts_as_skipped_and_leaves_no_gradient() -> None:
     assert engine._skip_step(True)
     assert (engine.global_steps, engine.skipped_steps, engine.global_samples, engine.cleared) == (1, 1, 8, 1)
     assert engine.progress == 0 and not engine._step_applied
+    engine.is_managed, engine._unmanaged_backward_count = False, 3  # micro-batches in the script's own step
+    engine._skip_step(True)
+    assert (engine.global_samples, engine._unmanaged_backward_count) == (8 + 3 * 4, 0)
 
 
 def test_an_optimizer_that_looks_for_nan_itself_skips_by_itself() -> None:

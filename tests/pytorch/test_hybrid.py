@@ -375,7 +375,7 @@ def test_moments_that_the_loop_loads_or_clears_are_one_line(
         optimizer.state.clear()  # after the block it is the script's own
 
     workers(1, gradient_main.build).run(train)
-    assert "error: the state of the optimizer was loaded or cleared within the block" in capfd.readouterr().err
+    assert "error: the state of the optimizer was loaded or cleared during the run" in capfd.readouterr().err
 
 
 WRONG: dict[str, tuple[Callable[[nn.Module], Optimizer], dict[str, Any], str]] = {

@@ -5,6 +5,7 @@ import logging
 import shutil
 import time
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,7 +30,7 @@ from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import AsyncError, RefusedError, fail
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.worker.batches import digest_of
-from fairseq_async.worker.changes import ParameterWatch
+from fairseq_async.worker.changes import LoopWatch
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.start.context import WorkerContext
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 _BEGINS = "async_begins"  # in the client state of a checkpoint
 _STATE_AT_END = ".state-at-end.pt"  # in run_dir
-_PASSES_OF_A_STEP = 4
 _NOT_JOINED = (
     "the model is trained before the run is joined, which engine(...) does, and engine.module(...) does not: call "
     "engine.join_run() before the first batch, where the script calls the module itself"
@@ -65,7 +65,6 @@ class AsyncEngine(DeepSpeedEngine):
     worker: int
     workers: int
     context: WorkerContext
-    _watch: ParameterWatch | None = None
 
     def set_up(
         self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext, run_dir: Path
@@ -85,10 +84,8 @@ class AsyncEngine(DeepSpeedEngine):
         self._step_ended = 0.0
         self._warned_of_end = self._warned_of_no_gradient = False
         self._trained = tensors.trainable(self)
-        self._made = ParameterWatch(tensors.watched(self))
-        self._made.note()
+        self._loop = LoopWatch(partial(tensors.watched, self), [each for _, each in self._trained])
         self._followed = FollowedSchedule(self.lr_scheduler, self.optimizer)
-        self._has_stepped, self._passes = False, 0  # forward passes that train, since the last engine.step()
         self._takes_step = False  # whether the engine itself is in a step of its optimizer
         refuse_other_steps(self, lambda engine: engine._takes_step or engine.finished)
 
@@ -105,6 +102,7 @@ class AsyncEngine(DeepSpeedEngine):
     def join_run(self) -> LocalSGDWorker | HybridWorker:
         """Joins the run if that has not happened yet; returns the worker side of the method."""
         if not self.async_worker.joined:
+            self._check_loop()
             self._followed.begin()  # where the script has loaded it
             self._check_masters()
             self._join(None)
@@ -117,7 +115,8 @@ class AsyncEngine(DeepSpeedEngine):
             if not self._step_ended:
                 self.async_worker.first_batch = digest_of((inputs, kwargs))
                 self._step_ended = time.perf_counter()
-            self._expect_step()
+            if self._loop.count_pass():
+                self._check_loop()
         return super().forward(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> object:
@@ -129,34 +128,24 @@ class AsyncEngine(DeepSpeedEngine):
 
     def step(self, *args: object, **kwargs: object) -> None:
         """Steps as DeepSpeed does."""
-        self._has_stepped, self._passes, self._watch = True, 0, None
+        self._loop.step()
         super().step(*args, **kwargs)
 
-    def _expect_step(self) -> None:
-        """Ends the process with one line if parameters have changed within many passes without ``engine.step()``. A
-        step may have several, and those of SAM have other parameters for a while."""
-        self._passes += 1
-        if self._passes == (_PASSES_OF_A_STEP if self._has_stepped else 1):
-            self._watch = ParameterWatch(tensors.watched(self))
-            self._watch.note()
-        elif self._passes == 2 * _PASSES_OF_A_STEP:
-            self._check_step_came()
-
-    def _check_step_came(self) -> None:
-        """Ends the process with one line if the model is trained without ``engine.step()``."""
-        if self._watch is not None and (name := self._watch.changed()):
+    def _check_loop(self) -> None:
+        """Ends the process with one line if the model is trained before the run, or without ``engine.step()``."""
+        if not self.async_worker.joined:
+            if self._loop.trained_before():
+                fail(_NOT_JOINED)
+        elif not self.finished and (name := self._loop.trained_without_step()):
             fail(
                 f"{name} is trained without engine.step(), which alone the run sees: call it in place of the step of "
                 "another optimizer"
             )
 
     def check_at_exit(self) -> None:
-        """As :meth:`_check_step_came`, if ``engine.step()`` was never called; after it, a model may be changed. Ends
-        the process with one line, too, if the model was trained in a process that has not joined the run."""
-        if not self._has_stepped:
-            self._check_step_came()
-        if not self.async_worker.joined and self.module.training and self._made.changed():
-            fail(_NOT_JOINED)
+        """As :meth:`_check_loop`, if ``engine.step()`` was never called; after it, a model may be changed."""
+        if not self._loop.has_stepped:
+            self._check_loop()
 
     @errors_in_one_line()
     def save_checkpoint(
@@ -173,7 +162,7 @@ class AsyncEngine(DeepSpeedEngine):
         the server's state is the one that it had then.
         """
         tag = f"global_step{self.global_steps}" if tag is None else tag
-        self._check_step_came()
+        self._check_loop()
         self.async_worker.settle()
         own = checkpoint_directory(save_dir, self.worker)
         position = {_BEGINS: self._followed.state_dict()}
@@ -290,9 +279,9 @@ class AsyncEngine(DeepSpeedEngine):
             for_all: whether to end the run for all workers, which stop after their present step or round; the model
                 has the server's present parameters.
         """
+        self._check_loop()
         if not self.async_worker.joined or self.finished:
             return
-        self._check_step_came()
         if for_all:
             self.pull()
         else:
@@ -320,8 +309,8 @@ class AsyncEngine(DeepSpeedEngine):
 
         With local SGD, local steps that are done are sent first; the rest of the round is given up.
         """
-        self._check_step_came()
-        self._passes, self._watch = 0, None
+        self._check_loop()
+        self._loop.begin_again()
         self.join_run().catch_up()
 
     def _check_masters(self) -> None:
@@ -329,6 +318,7 @@ class AsyncEngine(DeepSpeedEngine):
 
     @errors_in_one_line()
     def _join(self, server_state: Path | None) -> None:
+        self._loop.join()
         self._exchange_first_parameters(server_state)
         self._set_learning_rates()
 

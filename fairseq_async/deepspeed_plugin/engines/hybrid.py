@@ -14,7 +14,7 @@ from fairseq_async.deepspeed_plugin.schedules import NamedSchedule
 from fairseq_async.deepspeed_plugin.server_description import SCHEDULER, count_steps_as_torch, described
 from fairseq_async.errors import fail
 from fairseq_async.method.spec import MethodSpec
-from fairseq_async.pytorch.brought_state import brought_state, check_brought, checksum_of_moments
+from fairseq_async.pytorch.brought_state import StateInServer, brought_state, check_brought, checksum_of_moments
 from fairseq_async.pytorch.parameters import l2_norm, step_gradients
 from fairseq_async.server.optimizers.learning_rates import (
     RateTable,
@@ -40,6 +40,7 @@ class HybridEngine(AsyncEngine):
     """
 
     async_worker: HybridWorker
+    _moments: StateInServer | None = None  # of the optimizer, once the worker has joined
 
     def set_up(
         self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext, run_dir: Path
@@ -73,7 +74,7 @@ class HybridEngine(AsyncEngine):
             count_steps_as_torch(self.optimizer)
             self.async_worker.client.moments = checksum_of_moments(trainable(self), [self.optimizer])
         super()._join(server_state)
-        self.optimizer.state.clear()
+        self._moments = self.optimizer.state = StateInServer(dict)
 
     def _state_brought(self, server_state: Path | None) -> AbstractContextManager[str | None]:
         """As :meth:`AsyncEngine._state_brought`; without a state, that of the optimizer, if it has stepped before."""
@@ -126,12 +127,14 @@ class HybridEngine(AsyncEngine):
         self._log()
 
     def _check_rates(self) -> None:
-        """Checks that the script does not change the optimizer's options, nor the learning rates where the server has
-        no schedule.
+        """Checks that the script does not change the optimizer's options or state, nor the learning rates where the
+        server has no schedule.
 
         Raises:
             ConfigurationError: it does.
         """
+        if self._moments is not None:
+            self._moments.check(self.optimizer)
         check_options(self.optimizer, self._options)
         if not self._has_schedule:
             remedy = 'give a schedule as "scheduler" in the configuration, or as lr_scheduler='
