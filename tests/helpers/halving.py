@@ -12,7 +12,9 @@ from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Layout
 from fairseq_async.server.plan import EpochPlan
 from fairseq_async.server.programs.program import serve
+from fairseq_async.server.service import Service
 from scripts.faults.sgd_server import sgd_spec, updates_per_step
+from tests.helpers.in_process import Connection, slot
 
 LAYOUT = Layout.of([("w", torch.zeros(3))])
 
@@ -54,6 +56,27 @@ class Halving(HybridAccumulation):
 def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Halving, EpochPlan]:
     rule = Halving(parameters, updates_per_step(spec))
     return rule, EpochPlan(rule, spec.max_epoch)
+
+
+def hello(connection: Connection, described: dict[str, Any], remote: bool = False, **changes: Any) -> bool:
+    message = {"kind": "hello", "spec": halving_spec(**changes).to_json(), "layout": described, "remote": remote}
+    return connection.send(message)
+
+
+def begun(service: Service, **changes: Any) -> Connection:
+    """Worker 0, which has begun the run with zeros."""
+    connection = Connection(service)
+    connection.introduce(0)
+    hello(connection, layout(), **changes)
+    slot(service, 0).zero_()
+    connection.send({"kind": "initialise", "restored": False})
+    return connection
+
+
+def layout() -> dict[str, Any]:
+    """``LAYOUT`` as it is in a message."""
+    rows = [{"name": s.name, "shape": list(s.shape), "dtype": s.dtype} for s in LAYOUT.segments]
+    return {"segments": rows}
 
 
 def slow_fsync(descriptor: int) -> None:

@@ -11,7 +11,6 @@ import pytest
 from fairseq_async.errors import RefusedError
 from fairseq_async.protocol import (
     Alive,
-    Assignment,
     Initialise,
     Pull,
     Push,
@@ -24,7 +23,7 @@ from fairseq_async.reporting.runs import load
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.service import Service
 from tests.helpers import halving, in_process
-from tests.helpers.halving import LAYOUT, halving_spec
+from tests.helpers.halving import LAYOUT, begun, hello, layout
 from tests.helpers.in_process import Connection, new_service
 from tests.helpers.run_files import events
 from tests.helpers.server_client import StartThreadServer, join, push
@@ -49,20 +48,6 @@ def test_a_clock_that_fails_ends_nothing(service: Service, monkeypatch: pytest.M
     monkeypatch.undo()
     in_process.slot(service, 0).fill_(1.0)
     assert connection.send(Push(0, 0, 1.0, Report())) and connection.last["status"] == "applied"
-
-
-def begun(service: Service, **changes: Any) -> Connection:
-    connection = Connection(service)
-    connection.introduce(0)
-    hello(connection, layout(), **changes)
-    in_process.slot(service, 0).zero_()
-    connection.send({"kind": "initialise", "restored": False})
-    return connection
-
-
-def layout() -> dict[str, Any]:
-    rows = [{"name": s.name, "shape": list(s.shape), "dtype": s.dtype} for s in LAYOUT.segments]
-    return {"segments": rows}
 
 
 @pytest.mark.parametrize("trouble", ["no process", "no directory"])
@@ -99,11 +84,6 @@ def test_a_flood_of_mistakes_fills_no_log(service: Service, capfd: pytest.Captur
 
 def with_shape(*shape: int) -> dict[str, Any]:
     return {"segments": [{"name": "w", "shape": list(shape), "dtype": "float32"}]}
-
-
-def hello(connection: Connection, described: dict[str, Any], remote: bool = False, **changes: Any) -> bool:
-    message = {"kind": "hello", "spec": halving_spec(**changes).to_json(), "layout": described, "remote": remote}
-    return connection.send(message)
 
 
 def test_only_worker_0_describes_the_run(service: Service, tmp_path: Path) -> None:
@@ -241,54 +221,34 @@ def test_a_worker_sends_one_large_message_on_a_connection(service: Service) -> N
     assert hello(other, layout()) and other.last["kind"] == "welcome"
 
 
-def test_a_report_that_cannot_be_counted_spares_the_others_of_its_round(
-    service: Service, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", ["record", "assign"])
+def test_an_update_over_which_the_plan_fails_spares_the_others_of_its_round(
+    service: Service, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """Both updates of the round are applied and answered, though the plan fails over one of them."""
-    service.run_dir.mkdir()
-    first = begun(service, barrier=2)
-    second = Connection(service)
-    second.introduce(1)
-    assert service.run is not None
-    plan = service.run.coordinator.plan
-    record = plan.record
-
-    def fail(worker: int, report: Report) -> None:
-        if worker == 0:
-            raise TypeError("a mistake")
-        record(worker, report)
-
-    monkeypatch.setattr(plan, "record", fail)
-    assert hello(second, layout(), barrier=2)
-    for worker, connection in enumerate((first, second)):
-        in_process.slot(service, worker).fill_(1.0)
-        connection.send(Push(0, 0, 1.0, Report()))
-    assert [each.last.get("status") for each in (first, second)] == ["applied"] * 2
-    assert service.refusals.counts["internal error"] == 1
-
-
-def test_a_plan_that_has_no_work_for_one_spares_the_others_of_its_round(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """It is applied; only where there is no work for its worker is its answer that error."""
     service.run_dir.mkdir()
     first = begun(service, barrier=2)
     second = Connection(service)
     second.introduce(1)
     assert service.run is not None and hello(second, layout(), barrier=2)
     plan = service.run.coordinator.plan
-    assign = plan.assign
+    usual = getattr(plan, fails)
 
-    def fail(worker: int) -> Assignment:
+    def fail(worker: int, *report: Report) -> Any:
         if worker == 0:
             raise TypeError("a mistake")
-        return assign(worker)
+        return usual(worker, *report)
 
-    monkeypatch.setattr(plan, "assign", fail)
+    monkeypatch.setattr(plan, fails, fail)
     for worker, connection in enumerate((first, second)):
         in_process.slot(service, worker).fill_(1.0)
         connection.send(Push(0, 0, 1.0, Report()))
-    assert "a mistake" in first.last["error"] and second.last["status"] == "applied"
-    monkeypatch.setattr(plan, "assign", assign)
+    assert second.last["status"] == "applied" and service.refusals.counts["internal error"] == 1
+    if fails == "record":
+        assert first.last["status"] == "applied"
+        return
+    assert "a mistake" in first.last["error"]
+    monkeypatch.setattr(plan, "assign", usual)
     assert first.send(Push(0, 0, 1.0, Report())) and first.last["status"] == "duplicate"
 
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,11 +18,10 @@ from fairseq_async.protocol import (
     Status,
 )
 from fairseq_async.server.network.event_loop import EventLoop
-from fairseq_async.server.service import Service
 from fairseq_async.worker.start.server_process import ServerProcess
 from tests.helpers import halving, in_process
 from tests.helpers.commands import Processes, launch_command
-from tests.helpers.halving import LAYOUT, halving_spec
+from tests.helpers.halving import begun, hello, layout
 from tests.helpers.in_process import Connection, new_service
 from tests.helpers.launched import count, worker_of
 from tests.helpers.run_files import events
@@ -129,20 +127,6 @@ def test_a_server_that_was_stopped_takes_nobody_for_one_that_hangs(ending: Endin
     assert not ending.is_over(3300.0)
 
 
-def begun(service: Service, **changes: Any) -> Connection:
-    connection = Connection(service)
-    connection.introduce(0)
-    hello(connection, layout(), **changes)
-    in_process.slot(service, 0).zero_()
-    connection.send({"kind": "initialise", "restored": False})
-    return connection
-
-
-def layout() -> dict[str, Any]:
-    rows = [{"name": s.name, "shape": list(s.shape), "dtype": s.dtype} for s in LAYOUT.segments]
-    return {"segments": rows}
-
-
 def test_the_launcher_ends_a_run_without_a_worker_that_hangs(processes: Processes, data: Path, tmp_path: Path) -> None:
     flags = ["--max-update", 200, "--disable-validation", "--worker-timeout", 3]
     launcher = processes.start(launch_command(data, 2, tmp_path, *flags))
@@ -152,8 +136,3 @@ def test_the_launcher_ends_a_run_without_a_worker_that_hangs(processes: Processe
     assert launcher.returncode == 0, output
     assert "worker 1 was not heard of for 3 s" in output and "worker 1 did not end with the run" in output
     assert (tmp_path / "checkpoint_last.pt").exists()
-
-
-def hello(connection: Connection, described: dict[str, Any], remote: bool = False, **changes: Any) -> bool:
-    message = {"kind": "hello", "spec": halving_spec(**changes).to_json(), "layout": described, "remote": remote}
-    return connection.send(message)
