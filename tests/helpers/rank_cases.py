@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
+import torch._dynamo  # else each process imports it for its first optimizer, in more than a second
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
@@ -104,6 +105,7 @@ def cases_of(module: str) -> dict[str, Case]:
 
 def work(rank: int, folder: Path, module: str) -> None:
     """One of the processes: works through the cases, and writes down what came of each."""
+    gc.freeze()  # what was imported is looked through after no case
     torch.set_num_threads(1)
     results: dict[str, str] = {}
     init = f"file://{folder}/rendezvous"
