@@ -53,7 +53,7 @@ class Report:
         start_payload: checksum of the compressed parameters that this work started from; None where they came in fp32.
         missing: the tensors of the layout that have no gradient in this update, as bits
             (:mod:`~fairseq_async.algorithms.missing`) in hexadecimal digits; None where all have one.
-        first_batch: digest of the worker's first batch, with its first update, where it is known.
+        first_batch: digest of the worker's first batches, with its first or second update, where they are known.
     """
 
     position: Annotated[JsonObject | None, AfterValidator(bounded)] = None

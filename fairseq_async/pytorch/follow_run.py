@@ -12,7 +12,6 @@ from transformers.trainer_utils import has_length
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.server.optimizers.learning_rates import rates_by_step
-from fairseq_async.worker.batches import digest_of
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 
@@ -61,7 +60,6 @@ class FollowRun(DefaultFlowCallback):
         trainer.callback_handler.callbacks = [self, *others]
         log_save_evaluate = partial(self._log_save_evaluate, trainer._maybe_log_save_evaluate)
         setattr(trainer, "_maybe_log_save_evaluate", log_save_evaluate)  # noqa: B010 - mypy assigns to no method
-        setattr(trainer, "training_step", partial(self._first_training_step, trainer.training_step))  # noqa: B010
 
     def plan(self, plan: Plan, loader: object, total_steps: int, parts: int, is_part: bool) -> Plan:
         """Returns the ``Trainer``'s plan without an end of its epochs, which a fast worker has more of.
@@ -139,13 +137,6 @@ class FollowRun(DefaultFlowCallback):
         elif strategy != "steps":
             return False
         return (finished and at_end) or (steps > 0 and now // steps > before // steps)
-
-    def _first_training_step(self, original: Callable[..., Any], model: object, inputs: object, *args: Any) -> Any:
-        """Notes the first batch, and leaves the further ones to the ``Trainer``'s method."""
-        setattr(self._trainer, "training_step", original)  # noqa: B010 - mypy assigns to no method
-        if worker := self._find():
-            worker.first_batch = digest_of(inputs)
-        return original(model, inputs, *args)
 
     def _log_save_evaluate(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Stands for the ``Trainer``'s method, before which every callback has said what it wants."""

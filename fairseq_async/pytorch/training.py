@@ -30,6 +30,7 @@ from fairseq_async.pytorch.parameters import (
 )
 from fairseq_async.pytorch.steps import watch_steps
 from fairseq_async.worker.async_worker import AsyncWorker
+from fairseq_async.worker.batches import note_calls
 from fairseq_async.worker.changes import ParameterWatch
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.replica import TensorReplica
@@ -59,7 +60,7 @@ class AsyncTraining(ABC):
         workers: number of workers that were announced, for a ``DistributedSampler``.
         loss: loss of the coming step, for the log; set it before ``optimizer.step()`` if you like.
         any_length: whether worker 0 alone says how many steps the run has; to be set before the block is entered.
-        by_script: whether it is an error that two workers begin with the same batch; likewise.
+        by_script: whether it is an error that two workers begin with the same batches; likewise.
         total_steps: number of steps of the run, once the block is entered; 0 for no end.
     """
 
@@ -143,6 +144,7 @@ class AsyncTraining(ABC):
             self.abandon()
             raise
         self._handles = [*self._add_hooks(), *watch_steps(self.optimizers, self._named)]
+        self._handles += note_calls(self._model, self.async_worker.batches)
         self._step_ended = time.perf_counter()
         return self
 
@@ -215,13 +217,14 @@ class AsyncTraining(ABC):
     def server_parameters(self) -> Iterator[None]:
         """Within it, the model has the server's parameters, for worker 0 to evaluate and save; afterwards its own.
 
-        What the script changes within it stays changed with local SGD; hybrid ends the process with one line.
+        What the script changes within it stays changed with local SGD, also where an exception ends it; hybrid ends the
+        process with one line, after an exception at the next step.
         """
         self.take_server_parameters()
         try:
             yield
         except BaseException:
-            self._give_back(None)  # the script's own error is the one to be seen
+            self._give_back(self._lent.changed())  # the script's own error is the one to be seen
             raise
         self.restore_parameters()
 
@@ -243,14 +246,15 @@ class AsyncTraining(ABC):
     def restore_parameters(self) -> None:
         """Gives the model its own parameters again, if it has the server's, but for values that were changed since."""
         if self._own is not None:
-            self._give_back(self._lent.changed())
+            if changed := self._lent.changed():
+                self.async_worker.check_unchanged(changed)
+            self._give_back(changed)
 
     def _give_back(self, changed: str | None) -> None:
         if self._own is None or self._saved is None:
             return
         own, servers, replica = self._own, self._saved["server"]["parameters"], self.async_worker.replica
         if changed is not None:
-            self.async_worker.check_unchanged(changed)
             now, parameters = own.clone(), TensorReplica(self._named)  # a forward pass may change buffers
             parameters.read(now[: parameters.layout.size])
             own = torch.where(now == servers, own, now)

@@ -13,23 +13,24 @@ class FirstBatches:
 
     Args:
         tell: passes the line to the user.
+        workers: number of workers that were announced; one that has joined later shares a part of the data.
 
     Attributes:
         must_differ: whether equal ones are an error, since the script has taken it on itself to divide the data.
     """
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
+    def __init__(self, tell: Tell, workers: int) -> None:
+        self._tell, self._workers = tell, workers
         self._digests: dict[int, deque[str]] = {}  # the last ones of each worker
         self._said = self.must_differ = False
 
     def note(self, worker: int, digest: str) -> None:
-        """Compares the digest of a worker's first batch with the others'; a restarted worker may repeat its own.
+        """Compares the digest of a worker's first batches with the others'; a restarted worker may repeat its own.
 
         Raises:
             RefusedError: it is another worker's, and they must differ.
         """
-        if self._said:
+        if self._said or worker >= self._workers:
             return
         own = self._digests.setdefault(worker, deque(maxlen=_KEPT))
         if digest not in own:
@@ -39,11 +40,11 @@ class FirstBatches:
             pair = "workers {} and {}".format(*sorted((other, worker)))
             if self.must_differ:
                 raise RefusedError(
-                    f"{pair} began with the same batch: a script that reads callback.workers or "
+                    f"{pair} began with the same batches: a script that reads callback.workers or "
                     "args.world_size before training divides the data by it itself: do so, or do not read it"
                 )
             self._said = True
             self._tell(
-                f"warning: {pair} began with the same batch: give each its own part of the data, "
-                "as with DistributedSampler(data, engine.workers, engine.worker)"
+                f"warning: {pair} began with the same batches: give each its own part of the data, "
+                "as with DistributedSampler(data, num_replicas=N, rank=worker) for N workers"
             )

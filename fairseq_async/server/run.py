@@ -70,7 +70,7 @@ class Run:
         self.moments: str | None = None
         self._untrained: str | None = None  # of the first worker that has said hello
         self._published = -1
-        self._first_batches = FirstBatches(tell)
+        self._first_batches = FirstBatches(tell, spec.workers)
         self._took_after: dict[int, int] = {}  # by worker: its last update when it took compressed parameters
 
     @property

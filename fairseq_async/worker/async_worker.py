@@ -7,6 +7,7 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError, option
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Welcome
+from fairseq_async.worker.batches import FirstBatches
 from fairseq_async.worker.changes import ParameterWatch
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.replica import Replica
@@ -80,7 +81,7 @@ class AsyncWorker:
         sequence: the number of the worker's next update.
         done: number of local steps that were not sent yet.
         look_ahead: number of versions ahead of ``version`` at which the worker has started.
-        first_batch: a digest of the worker's first batch, until the first update is sent.
+        batches: the worker's first batches, of which a digest goes with an update.
         last: values of the last exchange, for the log.
     """
 
@@ -90,7 +91,7 @@ class AsyncWorker:
         self.joined = self.finished = False
         self.version = self.sequence = self.done = 0
         self.look_ahead = 0.0
-        self.first_batch: str | None = None
+        self.batches = FirstBatches()
         self.last: dict[str, float] = {}
         self._watched, self._watch = replica, ParameterWatch(replica.named)
 
@@ -189,11 +190,6 @@ class AsyncWorker:
 
     def send_done(self) -> None:
         """Sends the work that is done and not sent yet."""
-
-    def take_first_batch(self) -> str | None:
-        """Returns the digest of the first batch once, then None."""
-        digest, self.first_batch = self.first_batch, None
-        return digest
 
     def settle(self) -> None:
         """Waits for an exchange that is on its way; here there is none between two calls."""

@@ -131,7 +131,7 @@ class HybridWorker(AsyncWorker):
             pull_seconds=self.last["pull_seconds"],
             look_ahead=self.look_ahead or None,
             missing=f"{missing:x}" if missing else None,
-            first_batch=self.take_first_batch(),
+            first_batch=self.batches.take(),
         )
         answer = self.client.push(write, Push(self.sequence, self.version, weight, timed, norm, pulls=True))
         pushed = time.perf_counter()

@@ -188,7 +188,7 @@ class LocalSGDWorker(AsyncWorker):
             epochs=self.epochs,
             tokens=self.tokens,
             position=position,
-            first_batch=self.take_first_batch(),
+            first_batch=self.batches.take(),
         )
 
     def take_work(self, work: WorkReply) -> None:

@@ -16,7 +16,7 @@ NOT_DIVIDED = "error: get_train_dataloader does not divide the data"
 WHOLE = {  # what is said where a script leaves the data undivided, also if it has read the numbers
     "undivided": NOT_DIVIDED,
     "printed in the method": NOT_DIVIDED,
-    "printed": "error: workers 0 and 1 began with the same batch",
+    "printed": "error: workers 0 and 1 began with the same batches",
     "printed by one": "callback.workers before training, unlike others",
 }
 

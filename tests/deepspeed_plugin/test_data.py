@@ -13,7 +13,7 @@ from fairseq_async.deepspeed_plugin.data import DataShare, ShardedLoader, length
 from fairseq_async.deepspeed_plugin.initialize import _Arguments
 from fairseq_async.deepspeed_plugin.loading import Loading, loading_of
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.worker.batches import digest_of
+from fairseq_async.worker.batches import FirstBatches
 from fairseq_async.worker.shards import ShardOrder
 from tests.helpers.stand_ins import Position
 
@@ -106,10 +106,21 @@ def test_the_length_is_that_of_deepspeeds_loader_with_as_many_ranks(samples: int
 
 
 def test_a_digest_tells_batches_apart_whatever_holds_their_tensors() -> None:
-    ids = torch.arange(6).view(2, 3)
-    assert digest_of(((), {"input_ids": ids})) == digest_of([ids.clone()]) != digest_of([ids + 1])
-    assert digest_of([ids.bfloat16(), torch.tensor(1.0)]) != digest_of([ids.bfloat16(), torch.tensor(2.0)])
-    assert digest_of(("text", {"n": 1})) is None and digest_of([torch.empty(0)]) is None
+    """Of two batches at least; rows that are all equal show nothing."""
+
+    def digest_of(*batches: object) -> str | None:
+        first = FirstBatches()
+        for batch in batches:
+            first.note(batch)
+        return first.take()
+
+    ids, number = torch.arange(6).view(2, 3), torch.tensor
+    assert digest_of(ids) is None
+    assert digest_of(((), {"input_ids": ids}), ids) == digest_of([ids.clone()], ids) != digest_of([ids + 1], ids)
+    assert digest_of([ids.bfloat16(), number(1.0)], ids) != digest_of([ids.bfloat16(), number(2.0)], ids)
+    assert digest_of(("text", {"n": 1}), [torch.empty(0)], ids) is None
+    assert digest_of(torch.ones(4, 3), torch.ones(4, 3)) is None
+    assert digest_of(torch.ones(1, 3), torch.zeros(1, 3)) is not None
 
 
 @pytest.mark.parametrize("passes", [range(9), range(0, 90, 10), [0, 1, 7, 8, 3, 2]], ids=["all", "some", "and back"])

@@ -32,6 +32,7 @@ from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange import SharedMemory
 from fairseq_async.pytorch.brought_state import StateInServer
 from fairseq_async.server.optimizers.learning_rates import present_options, present_rates
+from fairseq_async.worker.batches import FirstBatches
 from fairseq_async.worker.changes import LoopWatch
 from fairseq_async.worker.start.context import WorkerContext
 
@@ -42,7 +43,7 @@ class Worker:
     joined, finished = True, False
 
     def __init__(self) -> None:
-        self.first_batch: str | None = None
+        self.batches = FirstBatches()
         self.seconds: list[float] = []
 
     def step(self, seconds: float, loss: object) -> bool:
@@ -89,9 +90,9 @@ def test_a_validation_before_training_is_not_the_workers_first_batch(engine: Eng
     engine.training = True
     with torch.no_grad():
         engine.forward(torch.zeros(2))
-    assert engine.async_worker.first_batch is None
+    assert not engine.async_worker.batches._calls
     engine.forward(torch.ones(2))
-    assert engine.async_worker.first_batch is not None
+    assert engine.async_worker.batches._calls
 
 
 def test_the_time_of_a_step_is_that_of_all_its_micro_batches(engine: Engine) -> None:
@@ -146,7 +147,7 @@ def prepared(kind: type[AsyncEngine], model: nn.Module, optimizer: torch.optim.O
     engine.module, engine.optimizer, engine.basic_optimizer, engine.lr_scheduler = model, optimizer, optimizer, None
     cast(Any, engine).zero_optimization_partition_weights = lambda: False
     refusals, context = SimpleNamespace(limit=3), SimpleNamespace(worker=0, workers=1)
-    worker = SimpleNamespace(refusals=refusals, finished=False, joined=True)
+    worker = SimpleNamespace(refusals=refusals, finished=False, joined=True, batches=FirstBatches())
     AsyncEngine.set_up(engine, cast(Any, worker), cast(Any, None), cast(Any, context), Path("run"))
     return engine
 

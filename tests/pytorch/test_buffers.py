@@ -104,6 +104,38 @@ def test_parameters_norms_and_cosines_are_those_without_an_exchange_of_buffers(w
     assert all(torch.equal(one, other) for others in ended[1:] for one, other in zip(ended[0], others, strict=True))
 
 
+def learned(worker: int, whose: str) -> float:
+    """The error on the data of both workers, with the parameters that they have learned together.
+
+    Worker 1's inputs have the mean 3 in each of three columns, worker 0's 0, and the target is the sum. Batch
+    normalisation takes a worker's mean away, so that both learn the mean target, 4.5. The statistics of both give that
+    at the mean of the inputs; those of one are about 4.5 off.
+    """
+    draws = torch.Generator().manual_seed(worker)
+    with ONE_AT_A_TIME:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.BatchNorm1d(3, affine=False), nn.Linear(3, 1))
+    optimizer, data = SGD(net.parameters(), lr=0.05), torch.randn(512, 3, generator=draws)
+    given = {"outer": "diloco", "outer_lr": 1.0, "outer_momentum": 0.0, "buffers": whose}
+    with AsyncLocalSGD(net, optimizer, local_steps=H, total_steps=120, **given):
+        for _ in range(120):
+            x = 3 * worker + torch.randn(16, 3, generator=draws)
+            optimizer.zero_grad()
+            (net(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+    net.eval()
+    with torch.no_grad():
+        return float(sum((net(x) - x.sum(1, keepdim=True)).square().mean() / 2 for x in (data, data + 3)))
+
+
+@pytest.mark.parametrize(("whose", "least", "most"), [("own", 16.5, 19.0), ("average", 0.04, 0.12)])
+def test_the_average_of_statistics_predicts_for_the_data_of_all_workers(
+    workers: Start, whose: str, least: float, most: float
+) -> None:
+    errors = workers(2, local_sgd_main.build).run(partial(learned, whose=whose))
+    assert all(least < error < most for error in errors), errors
+
+
 @pytest.mark.parametrize("whose", ["average", "worker 0"])
 def test_a_lone_worker_has_the_statistics_of_the_plain_loop_to_the_bit(workers: Start, whose: str) -> None:
     net = model()

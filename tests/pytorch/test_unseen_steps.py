@@ -1,6 +1,7 @@
 """Training that a run does not see ends the worker with one line; what an ordinary script does goes through."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -147,6 +148,52 @@ def test_training_that_the_run_does_not_see_is_one_line(
     assert said in line and taken < 9
 
 
+def undivided(model: nn.Module, step: int, worker: int) -> None:
+    backward(model, step)
+
+
+def through_a_module(model: nn.Module, step: int, worker: int) -> None:
+    assert isinstance(model, nn.Sequential)
+    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+    model[2](model[0](inputs).tanh()).sum().backward()
+
+
+def constant(model: nn.Module, step: int, worker: int) -> None:
+    model(torch.ones(4, 5)).sum().backward()
+
+
+def within_vmap(model: nn.Module, step: int, worker: int) -> None:
+    """A tensor that nobody can read; then the worker's own data."""
+    torch.func.vmap(model)(torch.ones(4, 5))
+    backward(model, step, worker)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("compute", "is_said"),
+    [(undivided, True), (through_a_module, True), (backward, False), (constant, False), (within_vmap, False)],
+)
+def test_two_workers_that_begin_with_the_same_batches_are_named(
+    workers: Start, capfd: pytest.CaptureFixture[str], method: str, compute: Callable[..., None], is_said: bool
+) -> None:
+    """Whatever their dropout; data whose rows are all equal shows nothing."""
+    make, build = METHODS[method]
+
+    def train(worker: int) -> int:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.01)
+        with make(model, optimizer):
+            for step in range(6):
+                model.zero_grad()
+                compute(model, step, worker)
+                optimizer.step()
+        return sum(len(module._forward_hooks) for module in model.modules())
+
+    left = workers(2, build).run(train)
+    said = "warning: workers 0 and 1 began with the same batches: give each its own part" in capfd.readouterr().err
+    assert said == is_said and left == [0, 0]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_loop_too_short_to_be_looked_at_is_found_at_its_end(
     workers: Start, capfd: pytest.CaptureFixture[str], method: str
@@ -164,10 +211,11 @@ def test_a_loop_too_short_to_be_looked_at_is_found_at_its_end(
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("raised", [nullcontext(), pytest.raises(KeyError)], ids=["whole", "with an exception"])
 def test_a_change_while_the_model_has_the_servers_parameters_is_taken_or_one_line(
-    workers: Start, capfd: pytest.CaptureFixture[str], method: str
+    workers: Start, capfd: pytest.CaptureFixture[str], method: str, raised: AbstractContextManager[object]
 ) -> None:
-    """In the middle of a round; weights that are put back are no change."""
+    """In the middle of a round; weights that are put back are no change. One before an exception stays, as in torch."""
     make, build = METHODS[method]
 
     def train(worker: int) -> None:
@@ -187,9 +235,11 @@ def test_a_change_while_the_model_has_the_servers_parameters_is_taken_or_one_lin
                 weight.add_(1.0)
                 training.take_server_parameters()  # once more, as for a save after an evaluation
             assert torch.equal(flat(model), own)
-            with training.server_parameters(), torch.no_grad():
+            with raised, training.server_parameters(), torch.no_grad():
                 servers = weight.clone()
                 weight.clamp_(-0.1, 0.1)
+                if not isinstance(raised, nullcontext):
+                    raise KeyError
             wanted = torch.where(servers.abs() > 0.1, servers.clamp(-0.1, 0.1), own[:40].view(8, 5))
             assert torch.equal(weight, wanted) and torch.equal(flat(model)[40:], own[40:])
             training.pull()

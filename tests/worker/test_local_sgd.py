@@ -298,13 +298,15 @@ def test_the_message_of_a_round_says_all_that_was_counted_in_it() -> None:
     local, position = alone([]), {"epoch": 1}
     work = Assignment(local_steps=4, shard=2, offset=7, progress=10.0, progress_per_step=0.5, total_progress=8.0)
     local.take_work(WorkReply(False, work))
-    local.sequence, local.version, local.waited, local.first_batch = 3, 9, 1.25, "00ff"
+    local.sequence, local.version, local.waited = 3, 9, 1.25
+    for value in (1.0, 2.0):
+        local.batches.note(torch.full((2, 2), value))
     for seconds, loss in ((1.0, 4.0), (2.0, torch.tensor(5.0)), (9.0, 9.0)):
         local.count(seconds, loss)
     local.tokens, local.epochs = 30.0, 0.125
     counted = {"local_steps": 3, "step_seconds": 2.0, "computing_seconds": 12.0, "loss": 6.0, "waiting_seconds": 1.25}
     given = {"shard": 2, "offset": 7, "progress": 10.0, "progress_per_step": 0.5, "epochs": 0.125, "tokens": 30.0}
-    report = Report(position, first_batch="00ff", **counted, **given)  # type: ignore[arg-type]
+    report = Report(position, first_batch="5d5ad75d9f7d3d4c", **counted, **given)  # type: ignore[arg-type]
     assert local.message(position) == Push(3, 9, 3.0, report, pulls=True)
     assert (local.progress, local.run_progress, local.total_progress) == (11.5, 11.0, 8.0)
     local.restart_counts()

@@ -29,7 +29,6 @@ from fairseq_async.deepspeed_plugin.engines.checkpoints import (
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import AsyncError, RefusedError, fail
 from fairseq_async.method.spec import MethodSpec
-from fairseq_async.worker.batches import digest_of
 from fairseq_async.worker.changes import LoopWatch
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
@@ -112,9 +111,8 @@ class AsyncEngine(DeepSpeedEngine):
         """Computes as DeepSpeed does; the first call joins the run, even if it is a validation, which all may share."""
         self.join_run()
         if self.training and torch.is_grad_enabled() and not self.finished:
-            if not self._step_ended:
-                self.async_worker.first_batch = digest_of((inputs, kwargs))
-                self._step_ended = time.perf_counter()
+            self.async_worker.batches.note((inputs, kwargs))
+            self._step_ended = self._step_ended or time.perf_counter()
             if self._loop.count_pass():
                 self._check_loop()
         return super().forward(*inputs, **kwargs)
