@@ -18,6 +18,7 @@ from fairseq_async.pytorch.follow_run import FollowRun, Plan, RunSchedule, wrap
 from fairseq_async.pytorch.hybrid import HybridAsync
 from fairseq_async.pytorch.local_sgd import AsyncLocalSGD
 from fairseq_async.pytorch.training import AsyncTraining
+from fairseq_async.worker.batches import note_calls
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.start.context import WorkerContext
@@ -117,6 +118,8 @@ class AsyncCallback(TrainerCallback):
             self._restore(self._training, Path(self._resumed_from or _checkpoint(args, state)) / STATE)
         atexit.register(self._training.abandon)  # for a Trainer that fails
         self._training.__enter__()
+        if self._trainer.model_wrapped is not kwargs["model"]:  # compiled, so that no hook in it is called
+            note_calls(self._trainer.model_wrapped, self._worker_side().batches)
         planned = state.max_steps
         self._flow.begin(self._training.total_steps)
         if state.max_steps != planned and self._trainer._created_lr_scheduler:

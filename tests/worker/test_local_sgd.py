@@ -306,7 +306,7 @@ def test_the_message_of_a_round_says_all_that_was_counted_in_it() -> None:
     local.tokens, local.epochs = 30.0, 0.125
     counted = {"local_steps": 3, "step_seconds": 2.0, "computing_seconds": 12.0, "loss": 6.0, "waiting_seconds": 1.25}
     given = {"shard": 2, "offset": 7, "progress": 10.0, "progress_per_step": 0.5, "epochs": 0.125, "tokens": 30.0}
-    report = Report(position, first_batch="5d5ad75d9f7d3d4c", **counted, **given)  # type: ignore[arg-type]
+    report = Report(position, first_batch="1d3e2c5ff32c896b", **counted, **given)  # type: ignore[arg-type]
     assert local.message(position) == Push(3, 9, 3.0, report, pulls=True)
     assert (local.progress, local.run_progress, local.total_progress) == (11.5, 11.0, 8.0)
     local.restart_counts()
