@@ -140,7 +140,7 @@ def describe(
     if not (kind or name):
         raise ConfigurationError(
             f"the optimizer is {type(optimizer).__name__}: the server steps with {', '.join(_KNOWN)} of torch.optim; "
-            "give one of these, or use local SGD, which takes any"
+            "give one of these, or use local SGD, which takes any that needs no closure"
         )
     check_of_model(optimizer, named)
     numbers = {id(tensor): number for number, (_, tensor) in enumerate(named)}
