@@ -23,7 +23,7 @@ class FirstBatches:
     """
 
     def __init__(self) -> None:
-        self._digest, self._calls = hashlib.blake2b(digest_size=8), list[bytes]()
+        self._calls = list[bytes]()
         self._rows_differ = self.closed = False
 
     def note(self, batch: object) -> None:
