@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -12,6 +12,9 @@ from torch.utils.hooks import RemovableHandle
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.worker.changes import ParameterWatch
 from fairseq_async.worker.start.process import errors_in_one_line
+from fairseq_async.worker.start.server_process import say
+
+_STEPS_OF_COPY = 3  # in a row; fewer may be those of a network of the same shapes that belongs to no run
 
 
 def watch_steps(optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Parameter]]) -> list[RemovableHandle]:
@@ -31,7 +34,8 @@ class OtherOptimizers:
     """A hook before every step of any optimizer of this process, which refuses those that step the run's parameters.
 
     A step inside the step of one of the run's own optimizers is that optimizer's: a wrapper, such as SAM's, calls
-    another one.
+    another one. Several steps of parameters that have the run's shapes, with none of the run's optimizers between them,
+    are named in a warning: they may be of a copy that the script trains in the model's place.
 
     Attributes:
         stepped: whether an optimizer of the run has stepped.
@@ -40,17 +44,21 @@ class OtherOptimizers:
     def __init__(self, optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Parameter]]) -> None:
         self._own = {id(each) for each in optimizers}
         self._names = {id(parameter): name for name, parameter in named}
+        self._shapes = [_shapes(each) for each in optimizers]
         self._within: Optimizer | None = None
+        self._of_copy = 0  # steps in a row
         self.stepped = False
 
     @errors_in_one_line()
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         names = [self._names[id(each)] for each in parameters if id(each) in self._names]
-        if not names or self._within is not None:
+        if self._within is not None:
             return
+        if not names:
+            return self._warn_of_copy(optimizer)
         if id(optimizer) in self._own:
-            self._within, self.stepped = optimizer, True
+            self._within, self.stepped, self._of_copy = optimizer, True, 0
             return
         kind = type(optimizer).__name__
         raise ConfigurationError(
@@ -59,10 +67,22 @@ class OtherOptimizers:
             "and make no other one for these parameters"
         )
 
+    def _warn_of_copy(self, optimizer: Optimizer) -> None:
+        self._of_copy += _shapes(optimizer) in self._shapes
+        if self._of_copy == _STEPS_OF_COPY:
+            say(
+                f"warning: {type(optimizer).__name__} steps parameters of the same shapes as the run's, whose own "
+                "optimizer does not step: if they are those of a copy of the model, the run does not see its training"
+            )
+
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes that a step of one of the run's optimizers is over."""
         if optimizer is self._within:
             self._within = None
+
+
+def _shapes(optimizer: Optimizer) -> list[Size]:
+    return [each.shape for group in optimizer.param_groups for each in group["params"]]
 
 
 class UnseenTraining:

@@ -1,5 +1,6 @@
 """Training that a run does not see ends the worker with one line; what an ordinary script does goes through."""
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -192,6 +193,32 @@ def test_two_workers_that_begin_with_the_same_batches_are_named(
     left = workers(2, build).run(train)
     said = "warning: workers 0 and 1 began with the same batches: give each its own part" in capfd.readouterr().err
     assert said == is_said and left == [0, 0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_a_copy_that_is_trained_in_the_models_place_is_named(
+    workers: Start, capfd: pytest.CaptureFixture[str], method: str, in_turn: bool
+) -> None:
+    """But not a network of the same shapes that is trained beside it."""
+    make, build = METHODS[method]
+
+    def train(worker: int) -> None:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with make(model, optimizer):
+            other = copy.deepcopy(model)
+            others = SGD(other.parameters(), lr=0.1)
+            for number in range(STEPS):
+                for trained, of_it in ((model, optimizer), (other, others)) if in_turn else ((other, others),):
+                    trained.zero_grad()
+                    backward(trained, number)
+                    of_it.step()
+
+    workers(1, build).run(train)
+    assert capfd.readouterr().err.count("warning: SGD steps parameters of the same shapes as the run's") == (
+        not in_turn
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
