@@ -107,3 +107,32 @@ def test_an_interrupted_run_goes_on_unless_a_flag_says_where_to_begin(given: dic
     reset = {f"reset_{what}": False for what in ("optimizer", "dataloader", "lr_scheduler")}
     checkpoint = reset | {"restore_file": "checkpoint_last.pt", "finetune_from_model": None} | given
     assert session._resumes(Namespace(checkpoint=Namespace(**checkpoint))) == resumes
+
+
+@pytest.mark.parametrize(("worker", "max_epoch"), [(0, 0), (0, 3), (2, 3)])
+def test_worker_0_alone_validates_and_reports_and_others_write_logs_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, worker: int, max_epoch: int
+) -> None:
+    """The server counts the passes of --max-epoch, where there is one."""
+    monkeypatch.setattr(session, "leave_directory_check_to_worker_0", lambda: None)
+    common = Namespace(cpu=True, wandb_project="mine", aim_repo="mine", log_file="out.log", tensorboard_logdir="board")
+    dataset, optimization = Namespace(disable_validation=False), Namespace(max_epoch=max_epoch)
+    ours: Any = object.__new__(session.WorkerSession)
+    ours.context, ours.spec = Namespace(worker=worker), Namespace(max_epoch=max_epoch)
+    ours._adjust(Namespace(common=common, dataset=dataset, optimization=optimization))
+    assert optimization.max_epoch == 0 and dataset.disable_validation == (worker > 0)
+    reports = ("mine", "mine", "out.log", "board")
+    own = (None, None, "out.log.worker2", "board/worker2")
+    left = (common.wandb_project, common.aim_repo, common.log_file, common.tensorboard_logdir)
+    assert left == (own if worker else reports)
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_worker_0_ends_the_run_for_all(worker: int) -> None:
+    """It alone sees fairseq's limits and --patience; the server that another has started ends by itself."""
+    left: list[bool] = []
+    ours: Any = object.__new__(session.WorkerSession)
+    ours.context, ours._server = Namespace(worker=worker), None
+    ours.client = Namespace(leave=lambda finished: left.append(finished))
+    ours.end()
+    assert left == [worker == 0] and ours._ended
