@@ -62,7 +62,7 @@ def test_torchrun_and_mpirun_within_srun_say_more_than_srun() -> None:
 
 
 def test_no_library_in_a_worker_takes_it_for_a_rank_of_one_group() -> None:
-    variables = Task.find(TORCHRUN).environment(TORCHRUN | {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "4,6"})
+    variables = Task.find(TORCHRUN).environment(TORCHRUN | {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "4,6,8"})
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & set(variables)
     assert variables["HOME"] == "/h" and variables["CUDA_VISIBLE_DEVICES"] == "6"
     assert {WORKER: "3", WORKERS: "4", HOST: "localhost"}.items() <= variables.items() and MEETING in variables

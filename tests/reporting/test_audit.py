@@ -68,6 +68,7 @@ def change(line: int, **values: Any) -> Callable[[list[dict[str, Any]]], None]:
         (change(5, version_after=4), r"line 6: worker 0's update 2 \(applied\) took .* version 2 to 4"),
         (change(2, version_after=3), r"line 3: worker 1's update 1 \(refused\) took .* version 2 to 3"),
         (change(5, version_after=1), "version 2 to 1"),
+        (change(0, merged=[1], base_version=1, version_after=3), r"line 1: .* took the server from version 1 to 3"),
         (change(5, base_version=3), "line 6: worker 0's update 2 started from version 3"),
         (change(4, sequence=2), "line 5: worker 0's update 2 was called a duplicate, but was never settled"),
     ],

@@ -54,11 +54,20 @@ def test_updates_that_are_dropped_go_back_into_the_residual(tmp_path: Path) -> N
     assert slow[0] == (Status.STALE, 0.0) and slow[1][1] > 0.0  # all of it, before the second
 
 
-def test_a_worker_that_dies_begins_with_no_residual(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"compress": "topk:chunk=8,keep=1,pull=e3m0"}, {"local_steps": 4, "fragments": 2, "fragment_delay": 1}],
+    ids=["changes", "fragments"],
+)
+def test_a_worker_that_dies_begins_with_the_whole_model_and_no_residual(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     cluster = LINK | {"absences": [{"worker": 1, "from": 8.0, "to": 9.0}]}
-    trial, log = run(tmp_path, DN | {"compress": "topk:chunk=8,keep=1"}, cluster=cluster)
-    own = [report.residual_norm for _, receipt, report in log.events if receipt.worker == 1]
-    assert own[0] == 0.0 and own.count(0.0) == 2 and trial.finished
+    trial, log = run(tmp_path, DN | options, cluster=cluster)
+    own = [report for _, receipt, report in log.events if receipt.worker == 1]
+    whole = [report.bytes_received == own[0].bytes_received for report in own]
+    assert whole.count(True) == 2 < len(own) and trial.finished
+    assert not any(report.residual_norm for report, begins in zip(own, whole, strict=True) if begins)
 
 
 def test_without_feedback_what_is_not_sent_is_lost(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Simulated workers that exchange a model in fragments."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from fairseq_async.algorithms import Fragment
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.protocol import Assignment
 from fairseq_async.simulation.fragments import FragmentedWork
 from fairseq_async.simulation.problems.gaussians import Gaussians
+from fairseq_async.simulation.workers import StreamedParameters
 from tests.helpers.references import DelayedNesterov64
 from tests.helpers.simulations import DN, experiment, finish, run, trial
 
@@ -94,6 +97,12 @@ def test_the_simulation_is_a_reference_in_float64(tmp_path: Path, monkeypatch: p
     after = finish(simulated)
     assert len(batches) == 24
     assert torch.allclose(after.double(), reference.run(batches), rtol=0, atol=1e-5)
+
+
+def test_steps_beside_an_exchange_go_on_in_the_data_and_in_the_schedule() -> None:
+    given = Assignment(local_steps=4, offset=5, progress=3.0, progress_per_step=2.0)
+    streamed = StreamedParameters(torch.zeros(1), torch.zeros(1), given, done=4)
+    assert streamed.meanwhile == replace(given, offset=9, progress=11.0)
 
 
 def test_an_update_has_the_bytes_of_its_fragment_and_so_has_the_answer(tmp_path: Path) -> None:
