@@ -272,7 +272,7 @@ class Run:
             mine = torch.empty(layout.size)
             for _ in range(20):
                 version = client.pull(lambda published: copy(mine, published))
-                if client._ask(protocol.Pull(), protocol.PullReply).version == version:
+                if client.connection.ask(protocol.Pull(), protocol.PullReply).version == version:
                     self.probes += 1
                     self.equal += digest(client.slot) == digest(mine)
                     break

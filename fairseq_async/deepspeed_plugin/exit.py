@@ -7,13 +7,13 @@ from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.errors import USER_ERROR, AsyncError, has_failed
 from fairseq_async.protocol.notices import ENDED
 from fairseq_async.worker.async_worker import AsyncWorker
-from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.start.context import WorkerContext
 from fairseq_async.worker.start.process import last_word
 from fairseq_async.worker.start.server_process import ServerProcess, say
 
 
-def leave_at_exit(client: Client, engine: AsyncEngine, server: ServerProcess | None) -> None:
+def leave_at_exit(client: ServerConnection, engine: AsyncEngine, server: ServerProcess | None) -> None:
     """Leaves the run when the process ends, for whatever reason; says so if the script has not ended its part before.
     If the run has not seen the training, the process ends with one line and exit code 2, without the exit handlers that
     were registered before this one.
@@ -37,7 +37,7 @@ def leave_at_exit(client: Client, engine: AsyncEngine, server: ServerProcess | N
     _leave(client, server, failed=False)
 
 
-def _leave(client: Client, server: ServerProcess | None, failed: bool) -> None:
+def _leave(client: ServerConnection, server: ServerProcess | None, failed: bool) -> None:
     if server is None:
         return client.leave(finished=False)
     try:

@@ -22,7 +22,6 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
-from fairseq_async.deepspeed_plugin.engines.island import IslandClient
 from fairseq_async.deepspeed_plugin.initialize import initialize
 from fairseq_async.deepspeed_plugin.world import enter_world, entered_world
 from fairseq_async.errors import AsyncError, as_key, fail, spell_options
@@ -181,10 +180,7 @@ def _initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     if not isinstance(engine, AsyncEngine):
         return engine, optimizer, loader, schedule
     _engines.append(engine)
-    client = engine.async_worker.client
-    connection = client.client if isinstance(client, IslandClient) else client
-    if connection is not None:
-        connection.by_script = _divisions[0].by_script
+    engine.async_worker.details.by_script = _divisions[0].by_script
     return engine, optimizer, loader, schedule  # for None, accelerate steps the scheduler that the script has made
 
 

@@ -55,7 +55,7 @@ from fairseq_async.method.spec import JsonObject, MethodSpec, hybrid_spec, local
 from fairseq_async.options.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, Section
 from fairseq_async.pytorch.parameters import check_memory, untrained_checksum
 from fairseq_async.worker.buffers import with_buffers
-from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.overlap import local_sgd_worker
@@ -297,7 +297,7 @@ def _make_worker_engine(
     section: Section,
     config: Config,
     context: WorkerContext,
-    client: Client,
+    client: ServerConnection,
     server: ServerProcess | None,
 ) -> Initialized:
     """Makes the engine of a worker that is connected to its server."""
@@ -317,9 +317,8 @@ def _make_worker_engine(
         made, inner = arguments.make_engine(own), {}
         check_whole_model(made[0])
         engine = _change_class(made[0], LocalEngine)
-    if (connection := client.client if isinstance(client, IslandClient) else client) is not None:
-        connection.untrained = untrained_checksum(engine.module, {id(each) for _, each in trainable(engine)})
     async_worker = _make_worker(client, engine, options, context)
+    async_worker.details.untrained = untrained_checksum(engine.module, {id(each) for _, each in trainable(engine)})
     description = _describe(options, section, context, sizes, inner)
     engine.set_up(async_worker, description, context, Path(section.run_dir))
     atexit.register(leave_at_exit, client, engine, server)
@@ -369,21 +368,16 @@ def _describe(
 
 def _connect(
     context: WorkerContext, section: Section, server_module: str
-) -> tuple[WorkerContext, Client, ServerProcess | None]:
+) -> tuple[WorkerContext, ServerConnection, ServerProcess | None]:
     """Connects; returns the context with the worker's number, the connection, and the server if it was started here."""
     if context.rank > 0:
-        return context, _island_client(None, context), None
+        return context, IslandClient(None, context), None
     context, client, server = context.connect(server_module, section, Path(section.run_dir), end_process)
-    return context, (client if context.island_size == 1 else _island_client(client, context)), server
-
-
-def _island_client(client: Client | None, context: WorkerContext) -> Client:
-    """Makes a client for one rank of an island, which has those of Client's methods that LocalSGDWorker calls."""
-    return cast(Client, IslandClient(client, context))
+    return context, (client if context.island_size == 1 else IslandClient(client, context)), server
 
 
 def _make_worker(
-    client: Client, engine: DeepSpeedEngine, options: AsyncOptions, context: WorkerContext
+    client: ServerConnection, engine: DeepSpeedEngine, options: AsyncOptions, context: WorkerContext
 ) -> LocalSGDWorker | HybridWorker:
     """Makes the worker side of the method, which has not joined the run yet."""
     if isinstance(options, LocalSGDOptions):

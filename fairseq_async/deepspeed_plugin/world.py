@@ -8,6 +8,7 @@ import torch
 from fairseq_async.deepspeed_plugin.compat import unlink_reduction_buffer
 from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.exchange.ports import free_port
+from fairseq_async.worker.start import store
 from fairseq_async.worker.start.context import WorkerContext
 
 
@@ -36,14 +37,15 @@ def start_world(context: WorkerContext) -> None:
         ConfigurationError: the island is not on one machine.
         ExchangeError: rank 0 of the island did not tell its port.
     """
-    context.open_store()  # before its address, which is in the variables that are set below, is overwritten
+    if context.has_store:
+        store.open_store(context.global_rank)  # before its address, in the variables that are set below, is overwritten
     host, port = "127.0.0.1", free_port()
     if context.island_size > 1:
         key = f"island-{context.worker}"
         if context.rank == 0:
-            context.tell(key, [socket.gethostname(), port])
+            store.tell(context.global_rank, key, [socket.gethostname(), port])
         else:
-            machine, port = context.ask(key, f"rank 0 of island {context.worker} did not start")
+            machine, port = store.ask(context.global_rank, key, f"rank 0 of island {context.worker} did not start")
             if machine != socket.gethostname():
                 raise ConfigurationError(
                     f"{option('island_size')} is {context.island_size}: an island must be on one machine"

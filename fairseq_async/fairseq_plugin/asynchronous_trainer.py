@@ -53,7 +53,6 @@ class AsynchronousTrainer(Trainer, ABC):
         self.session = session
         self.validated_epoch = 0  # the epoch of the last validation
         self._sharding = False
-        self._server_state: StateDict | None = None  # the state that was validated or saved, until the next step
         self._position: StateDict | None = None  # where a worker that comes back goes on in the data
         self._iterator: FairseqObject = None
         super().__init__(cfg, task, model, criterion, quantizer)

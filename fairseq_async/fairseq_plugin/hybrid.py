@@ -2,7 +2,6 @@
 
 import math
 import sys
-import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,8 +28,9 @@ from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates, RemoteSc
 from fairseq_async.fairseq_plugin.session import attach
 from fairseq_async.protocol import Report, Welcome
 from fairseq_async.server.plan import whole_steps
-from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.hybrid import HybridWorker
+from fairseq_async.worker.loop import WorkerLoop
 
 _NO_TOKENS = 1e-9  # weight of batches without a target token: they move no mean, and alone they step as in fairseq
 _SERVER_CLIPS = (
@@ -68,7 +68,7 @@ class HybridAsync(FairseqOptimizer):
         self,
         cfg: Namespace,
         named: Sequence[tuple[str, Parameter]],
-        client: Client,
+        client: ServerConnection,
         scaler: DynamicLossScaler | None,
         barrier: bool,
         changes_gradients: bool = False,
@@ -157,7 +157,7 @@ class HybridAsync(FairseqOptimizer):
         if self._skip or not self._is_sent:
             return
         report = replace(self.report, loss=self._mean_loss())
-        self.worker.exchange(self._write_gradient, self._weight, report, norm)
+        self.worker.exchange(partial(self.worker.write, factor=self._factor), self._weight, report, norm)
         for parameter in self.params:
             parameter.grad = None  # it may lie in the slot, which is the server's now
         self.take_rate(self.worker.learning_rate)
@@ -252,9 +252,6 @@ class HybridAsync(FairseqOptimizer):
         """
         return self.barrier or not self.dummy
 
-    def _write_gradient(self, slot: Tensor) -> None:
-        self.worker.write(slot, self._factor)
-
     def _mean_loss(self) -> float:
         """Returns the step's loss in nats per target token, as the criterion computes it; fairseq's log has bits."""
         total = reduce(add, map(float, self._losses), 0.0)
@@ -266,6 +263,8 @@ class HybridTrainer(AsynchronousTrainer):
 
     ``num_updates`` is the number of the server's whole steps, which is its version where no step is partial.
     """
+
+    _server_state: StateDict | None = None  # the state that was validated or saved, until the next step
 
     @property
     def worker(self) -> HybridWorker:
@@ -291,6 +290,7 @@ class HybridTrainer(AsynchronousTrainer):
         )
         self._lr_scheduler = RemoteSchedule(None, self._optimizer)
         self._criterion.register_forward_hook(self._note_tokens)
+        self.loop = WorkerLoop(self._optimizer.worker, self.session.context)
 
     def load_checkpoint(self, filename: str, *args: object, **kwargs: object) -> StateDict | None:
         """Joins the run and loads a checkpoint as fairseq does; worker 0 brings its server state to a new server."""
@@ -299,8 +299,7 @@ class HybridTrainer(AsynchronousTrainer):
         extra_state = self.load_fairseq_checkpoint(welcome, filename, *args, **kwargs)
         if not welcome.initialised:
             self.optimizer.reset_restored(checkpoint.reset_lr_scheduler, checkpoint.reset_dataloader)
-            bring = partial(self.worker.bring_parameters, from_checkpoint=extra_state is not None)
-            welcome = self.session.with_file(self.optimizer.restored, bring)
+            welcome = self.loop.bring(self.optimizer.restored, self.session.run_dir, extra_state is not None)
         self.optimizer.start_from(welcome)
         self.set_num_updates(self._updates)
         return self.resume_data(extra_state, welcome.position)
@@ -316,7 +315,7 @@ class HybridTrainer(AsynchronousTrainer):
             self.worker.start()
         real = real_batches(samples)
         self.optimizer.report = Report(self._iterator.state_dict(), self.fraction_of_epoch(real))
-        self._started = time.perf_counter()
+        self.loop.begin_step()
         return super().train_step(real or samples[:1], raise_oom)
 
     def _set_seed(self) -> None:
@@ -336,8 +335,7 @@ class HybridTrainer(AsynchronousTrainer):
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
         """Returns the gradient's norm. Just before the push, a slowed-down worker waits here: its gradient gets old."""
         norm: Tensor = super().clip_grad_norm(clip_norm)
-        computed = time.perf_counter() - self._started
-        time.sleep((self.session.context.slowdown - 1.0) * computed)
+        self.loop.slowed_down()
         return norm
 
     def set_num_updates(self, num_updates: int) -> None:

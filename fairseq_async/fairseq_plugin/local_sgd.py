@@ -35,10 +35,9 @@ from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.session import attach
 from fairseq_async.fairseq_plugin.shards import ShardedEpochs, sharded_batches
 from fairseq_async.protocol import Welcome
-from fairseq_async.worker.async_worker import left_out_steps
 from fairseq_async.worker.buffers import with_buffers
-from fairseq_async.worker.changes import ParameterWatch
 from fairseq_async.worker.local_sgd import LocalSGDWorker
+from fairseq_async.worker.loop import WorkerLoop
 from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.replica import MasterReplica, Replica, TensorReplica
 
@@ -93,10 +92,8 @@ class LocalSGDTrainer(AsynchronousTrainer):
         if self._worker is None:  # fairseq builds its optimizer anew for a checkpoint
             options = flags.local_sgd_options(arguments, self.cfg)
             self._worker = local_sgd_worker(self.session.client, self._replica(self._optimizer), options)
-            self._left_out = left_out_steps(self.session.context.worker)
+            self.loop = WorkerLoop(self._worker, self.session.context)
         self._in_step = self._overflow = False
-        self._own_parameters: Tensor | None = None  # while the model has the server's
-        self._servers = ParameterWatch([])
 
     def load_checkpoint(
         self, filename: str, reset_optimizer: bool = False, *args: object, **kwargs: object
@@ -105,8 +102,9 @@ class LocalSGDTrainer(AsynchronousTrainer):
 
         With ``--reset-optimizer``, or for ``--finetune-from-model``, worker 0 brings the parameters alone: a new run.
         """
-        if self._shards:
-            self._describe_shards()
+        if self._shards:  # the server chooses by their sizes, on which all workers must agree
+            self._iterator = self._sharded_epochs()
+            self.session.spec = replace(self.session.spec, shards=self._iterator.batches.sizes)
         welcome = self.worker.join(self.session.spec)
         before = self.optimizer
         extra_state = self.load_fairseq_checkpoint(welcome, filename, reset_optimizer, *args, **kwargs)
@@ -133,8 +131,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
         if state is not None and self.cfg.checkpoint.reset_dataloader:
             state["positions"] = {}
             state["plan"]["epochs"] = 0.0
-        bring = partial(self.worker.bring_parameters, from_checkpoint=extra_state is not None)
-        return self.session.with_file(state, bring)
+        return self.loop.bring(state, self.session.run_dir, from_checkpoint=extra_state is not None)
 
     # Data
 
@@ -158,18 +155,14 @@ class LocalSGDTrainer(AsynchronousTrainer):
         batches = sharded_batches(make, self.task, self.cfg, self._shards)
         return ShardedEpochs(batches, self.worker, self.session.context.workers, self.cfg.optimization.update_freq[0])
 
-    def _describe_shards(self) -> None:
-        """Adds the sizes of the shards to the method's description: the server chooses by them, and all must agree."""
-        self._iterator = self._sharded_epochs()
-        self.session.spec = replace(self.session.spec, shards=self._iterator.batches.sizes)
-
     # One local step, in the order of fairseq's train_step: _set_seed, clip_grad_norm, the optimizer's step,
     # set_num_updates, _reduce_and_log_stats
 
     def train_step(self, samples: Sequence[FairseqObject], raise_oom: bool = False) -> FairseqObject:
         """Takes one local step, from this worker's own parameters."""
         self._restore_own_parameters()
-        self._started, self._in_step, self._overflow = time.perf_counter(), True, False
+        self.loop.begin_step()
+        self._in_step, self._overflow = True, False
         self._batches = real_batches(samples)
         try:
             return super().train_step(self._batches or samples[:1], raise_oom)
@@ -200,9 +193,9 @@ class LocalSGDTrainer(AsynchronousTrainer):
             skip_next_step(self.optimizer)
             self._in_step, self._overflow = False, True
             return torch.zeros(())
-        time.sleep((self.session.context.slowdown - 1.0) * (time.perf_counter() - self._started))
+        self.loop.slowed_down()
         finite = bool(torch.isfinite(norm))
-        self._left_out.count(self._left_out.total + (not finite))
+        self.loop.count_left_out(not finite)
         if not finite:
             self.zero_grad()
             forget_factor(self.optimizer)
@@ -236,9 +229,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
         self._in_step = False
         self.worker.epochs += self.fraction_of_epoch(self._batches)
         self.worker.tokens += tokens
-        position = self._iterator.state_dict()
-        if self.worker.step(time.perf_counter() - self._started, loss, position):
-            self._server_state = None
+        self.worker.step(time.perf_counter() - self.loop.began, loss, self._iterator.state_dict())
         self.set_num_updates(int(self._num_updates))
 
     def _applied_updates(self, progress: int, previous: int) -> AppliedUpdates:
@@ -269,40 +260,25 @@ class LocalSGDTrainer(AsynchronousTrainer):
     # Worker 0 validates and saves the server's parameters, and goes on with its own afterwards
 
     def fetch_server_state(self) -> StateDict:
-        if self._server_state is None:
-            self.worker.settle()
-            self._own_parameters = torch.zeros(self.worker.replica.layout.size, dtype=torch.float32, device="cpu")
-            self.worker.replica.read(self._own_parameters)
-            self._server_state = self.session.snapshot()
-            self.worker.replica.write(self._server_state["server"]["parameters"])
-            self._servers = ParameterWatch(self.worker.replica.named)
-            self._servers.note()
-        return self._server_state
+        return self.loop.state or self.loop.take_server_parameters(self.session.snapshot)
 
     def begin_epoch(self, epoch: int) -> None:
         """Begins an epoch with this worker's own parameters, which a task may change here.
 
         A task that validates other parameters may also put back here what was there before: then it finds them still.
         """
-        if self._servers_changed() is None:
+        if self.loop.changed() is None:
             self._restore_own_parameters()
         super().begin_epoch(epoch)
 
-    def _servers_changed(self) -> str | None:
-        """Returns the name of a parameter that has changed since the model has the server's; None if none has."""
-        return None if self._own_parameters is None else self._servers.changed()
-
     def _restore_own_parameters(self) -> None:
-        if name := self._servers_changed():
+        if name := self.loop.changed():
             raise ConfigurationError(
                 f"{name} is not as the validation found it: something in this process changes parameters for a "
                 "validation (a moving average, load_state_dict) and does not put them back. This worker goes on with "
                 "parameters of its own, which would overwrite the change: put back what was there"
             )
-        self._server_state = None
-        if self._own_parameters is not None:
-            self.worker.replica.write(self._own_parameters)
-            self._own_parameters = None
+        self.loop.give_back()
 
     def state_dict(self) -> StateDict:
         """Returns fairseq's checkpoint of the server's parameters, this worker's optimizer and the server's state."""

@@ -28,6 +28,7 @@ from fairseq_async.records.events import Event
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.worker.connection.compressor import Compressor
+from fairseq_async.worker.connection.server_connection import JoinDetails
 from fairseq_async.worker.start.context import WorkerContext
 
 
@@ -51,7 +52,7 @@ class RecordedClient:
         self.pushed: Push | None = None
         self.compressor: Compressor | None = None
 
-    def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
+    def join(self, layout: Layout, spec: MethodSpec, details: JoinDetails) -> Welcome:
         """Returns the server's welcome, as in a run that is going on."""
         self.layout, self.slot, self._fragments = layout, torch.zeros(layout.size), layout.fragments(spec.fragments)
         codec = spec.compress.push

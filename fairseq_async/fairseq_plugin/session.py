@@ -23,9 +23,8 @@ from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObje
 from fairseq_async.fairseq_plugin.registry import METHODS, AsynchronousMethod, Method, SynchronousMethod
 from fairseq_async.fairseq_plugin.validations import note_validation
 from fairseq_async.method.spec import MethodSpec
-from fairseq_async.protocol import Welcome
 from fairseq_async.protocol.notices import ENDED
-from fairseq_async.worker.server_state import fetch_state, state_file
+from fairseq_async.worker.server_state import fetch_state
 from fairseq_async.worker.start.context import WorkerContext
 from fairseq_async.worker.start.process import end_process, last_word
 
@@ -157,14 +156,6 @@ class WorkerSession:
     def snapshot(self) -> StateDict:
         """Returns the server's whole state."""
         return fetch_state(self.client, self.run_dir)
-
-    def with_file(self, state: StateDict | None, initialise: Callable[[str | None], Welcome]) -> Welcome:
-        """Calls ``initialise`` with a file that holds the state, or with None for none; returns the server's answer.
-
-        The file exists only during the call.
-        """
-        with state_file(state, self.run_dir) as path:
-            return initialise(path)
 
     def end(self) -> None:
         """Leaves the run after fairseq's ``main`` has returned.

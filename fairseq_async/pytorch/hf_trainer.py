@@ -147,7 +147,7 @@ class AsyncCallback(TrainerCallback):
     def follow(self, trainer: Trainer, plan: Plan, loader: object) -> Plan:
         """Makes a Trainer follow the run; returns its plan for as many steps as the run has."""
         self._trainer = trainer
-        self._flow = FollowRun(trainer, self._worker_side, self._prepare, self._restore_parameters)
+        self._flow = FollowRun(trainer, self._worker_side, self._prepare, lambda: self.training.restore_parameters())
         return self._flow.plan(plan, loader, self.options.get("total_steps", 0), self._context.workers, self._divides)
 
     @property
@@ -191,9 +191,6 @@ class AsyncCallback(TrainerCallback):
     def _worker_side(self) -> LocalSGDWorker | HybridWorker:
         assert isinstance(self.training, AsyncLocalSGD | HybridAsync)
         return self.training.async_worker
-
-    def _restore_parameters(self) -> None:
-        self.training.restore_parameters()
 
 
 def _plan_training(original: Callable[..., Plan], trainer: Trainer, args: TrainingArguments, loader: object) -> Plan:

@@ -1,6 +1,5 @@
 """Hybrid asynchronous SGD round an ordinary optimizer, whose steps are taken in the server."""
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from fairseq_async.server.optimizers.learning_rates import (
 )
 from fairseq_async.server.optimizers.torch_optimizer import PARTS, describe
 from fairseq_async.server.programs import gradient_main
-from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.start.process import errors_in_one_line
 
@@ -137,10 +136,10 @@ class HybridAsync(AsyncTraining):
         """Returns the moments of optimizers that have stepped before, as a server's state."""
         return brought_state(spec, self._named, self.optimizers, gradient_main.build)
 
-    def _make_worker(self, client: Client) -> HybridWorker:
-        if self._restored is None:
-            client.moments = checksum_of_moments(self._named, self.optimizers)
+    def _make_worker(self, client: ServerConnection) -> HybridWorker:
         self._hybrid = HybridWorker(client, self._named)
+        if self._restored is None:
+            self._hybrid.details.moments = checksum_of_moments(self._named, self.optimizers)
         return self._hybrid
 
     def _add_hooks(self) -> list[RemovableHandle]:
@@ -177,12 +176,12 @@ class HybridAsync(AsyncTraining):
             if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # a fused optimizer would divide by it
                 for gradient in gradients:
                     gradient.div_(scale)
-            self._sleep_if_slowed_down()
+            self.loop.slowed_down()
             with part.alone():
                 self.async_worker.write_ahead()  # while the norm is measured
                 self._push(l2_norm(gradients))
         part.take_gradients()
-        self._step_ended = time.perf_counter()
+        self.loop.begin_step()
 
     def _push(self, norm: float) -> None:
         loss = self._take_loss()

@@ -1,6 +1,5 @@
 """Local SGD round an ordinary optimizer."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +15,8 @@ from fairseq_async.pytorch.options import parse_options
 from fairseq_async.pytorch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
 from fairseq_async.pytorch.schedules import Given, ProgressSchedule, check_own, one_for_each
 from fairseq_async.pytorch.training import AsyncTraining
-from fairseq_async.worker.async_worker import left_out_steps
 from fairseq_async.worker.buffers import exchanged_buffers, with_buffers
-from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica
@@ -94,10 +92,9 @@ class AsyncLocalSGD(AsyncTraining):
     def describe(self, workers: int) -> MethodSpec:
         return local_sgd_spec(self.options, workers, [], self._server_options, {})
 
-    def _make_worker(self, client: Client) -> LocalSGDWorker:
+    def _make_worker(self, client: ServerConnection) -> LocalSGDWorker:
         replica = with_buffers(TensorReplica(self._named), self._model, self.options)
         self._local = local_sgd_worker(client, replica, self.options)
-        self._left_out = left_out_steps(client.worker)
         return self._local
 
     def _add_hooks(self) -> list[RemovableHandle]:
@@ -119,7 +116,7 @@ class AsyncLocalSGD(AsyncTraining):
             self._leave_out_after_end()
         elif gradients and not is_skipped_by_scaler(optimizer):
             finite = l2_norm(gradients) < float("inf")
-            self._left_out.count(self._left_out.total + (not finite))
+            self.loop.count_left_out(not finite)
             self._counts = self._counts or finite
             if not finite:
                 drop_gradients(named)
@@ -131,9 +128,9 @@ class AsyncLocalSGD(AsyncTraining):
             self._called.clear()
             if self._counts:
                 self._counts = False
-                self.async_worker.step(self._sleep_if_slowed_down(), self._take_loss())
+                self.async_worker.step(self.loop.slowed_down(), self._take_loss())
                 self._follow()
-        self._step_ended = time.perf_counter()
+        self.loop.begin_step()
 
     def _follow(self) -> None:
         for schedule in self._schedules.values():

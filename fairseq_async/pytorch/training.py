@@ -2,15 +2,14 @@
 
 import os
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -31,10 +30,10 @@ from fairseq_async.pytorch.parameters import (
 from fairseq_async.pytorch.steps import watch_steps
 from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.batches import note_calls
-from fairseq_async.worker.changes import ParameterWatch
 from fairseq_async.worker.connection.client import Client
-from fairseq_async.worker.replica import TensorReplica
-from fairseq_async.worker.server_state import fetch_state, state_file
+from fairseq_async.worker.connection.server_connection import ServerConnection
+from fairseq_async.worker.loop import WorkerLoop
+from fairseq_async.worker.server_state import fetch_state
 from fairseq_async.worker.start.context import WorkerContext
 from fairseq_async.worker.start.process import end_process, errors_in_one_line
 from fairseq_async.worker.start.server_process import ServerProcess
@@ -79,13 +78,10 @@ class AsyncTraining(ABC):
         self.any_length, self.by_script, self.total_steps = False, False, 0
         self._context = WorkerContext.find()
         self._restored: State | None = None
-        self._own: Tensor | None = None  # this worker's parameters, while the model has the server's
-        self._saved: State | None = None  # the state with the model's present parameters
-        self._lent = ParameterWatch(self._named)  # of these
         self._server: ServerProcess | None = None
         self._client: Client | None = None
         self._handles: list[RemovableHandle] = []
-        self._step_ended = 0.0
+        self._made_loop: WorkerLoop | None = None
         self._warned = False
 
     @property
@@ -125,7 +121,7 @@ class AsyncTraining(ABC):
         """Returns the method's description for a run with this many workers."""
 
     @abstractmethod
-    def _make_worker(self, client: Client) -> AsyncWorker: ...
+    def _make_worker(self, client: ServerConnection) -> AsyncWorker: ...
 
     def _state_brought(self, spec: MethodSpec) -> State | None:
         """Returns the state that the optimizers bring to a new server; None where they have none, or keep it."""
@@ -145,7 +141,7 @@ class AsyncTraining(ABC):
             raise
         self._handles = [*self._add_hooks(), *watch_steps(self.optimizers, self._named)]
         self._handles += note_calls(self._model, self.async_worker.batches)
-        self._step_ended = time.perf_counter()
+        self.loop.begin_step()
         return self
 
     def __exit__(
@@ -165,16 +161,12 @@ class AsyncTraining(ABC):
         self._context, self._client, self._server = self._context.connect(
             self.server_module, self._server_options, self._run_dir, end_process
         )
-        self._client.untrained = untrained_checksum(self._model, self._exchanged)
-        self._client.any_length, self._client.by_script = self.any_length, self.by_script
         worker = self._make_worker(self._client)
-        spec = self.describe(self.workers)
-        welcome = worker.join(spec)
-        if not welcome.initialised:
-            with state_file(self._restored or self._state_brought(spec), self._run_dir) as path:
-                welcome = worker.bring_parameters(path)
+        worker.details.untrained = untrained_checksum(self._model, self._exchanged)
+        worker.details.any_length, worker.details.by_script = self.any_length, self.by_script
+        self._made_loop, spec = WorkerLoop(worker, self._context), self.describe(self.workers)
+        welcome = self.loop.join(spec, lambda: self._restored or self._state_brought(spec), self._run_dir)
         self._restored, self.total_steps = None, welcome.total_steps
-        worker.begin(welcome)
 
     @errors_in_one_line()
     def leave(self, for_all: bool = False) -> None:
@@ -185,7 +177,7 @@ class AsyncTraining(ABC):
                 keeps the parameters that it has.
         """
         self._remove_hooks()
-        if self._client is not None and not self._client.left.is_set():
+        if self._client is not None and not self._client.connection.left.is_set():
             if not for_all:
                 self.restore_parameters()
                 self.async_worker.await_end()
@@ -224,43 +216,21 @@ class AsyncTraining(ABC):
         try:
             yield
         except BaseException:
-            self._give_back(self._lent.changed())  # the script's own error is the one to be seen
+            self.loop.give_back(self.loop.changed())  # the script's own error is the one to be seen
             raise
         self.restore_parameters()
 
     @errors_in_one_line()
     def take_server_parameters(self) -> None:
         """Gives the model the server's parameters, until :meth:`restore_parameters`; only worker 0 is given them."""
-        self.async_worker.settle()
-        state = fetch_state(self._connected, self._run_dir)
-        replica = self.async_worker.replica
-        if self._own is None:
-            self.async_worker.check_unchanged()
-            self._own = torch.zeros(replica.layout.size, dtype=torch.float32, device="cpu")
-            replica.read(self._own)
-        replica.write(state["server"]["parameters"])
-        self._saved = state
-        self._lent.note()
+        self.loop.take_server_parameters(partial(fetch_state, self._connected, self._run_dir))
 
     @errors_in_one_line()
     def restore_parameters(self) -> None:
         """Gives the model its own parameters again, if it has the server's, but for values that were changed since."""
-        if self._own is not None:
-            if changed := self._lent.changed():
-                self.async_worker.check_unchanged(changed)
-            self._give_back(changed)
-
-    def _give_back(self, changed: str | None) -> None:
-        if self._own is None or self._saved is None:
-            return
-        own, servers, replica = self._own, self._saved["server"]["parameters"], self.async_worker.replica
-        if changed is not None:
-            now, parameters = own.clone(), TensorReplica(self._named)  # a forward pass may change buffers
-            parameters.read(now[: parameters.layout.size])
-            own = torch.where(now == servers, own, now)
-        replica.write(own)
-        self._own = self._saved = None
-        self._step_ended = time.perf_counter()
+        if changed := self.loop.changed():
+            self.async_worker.check_unchanged(changed)
+        self.loop.give_back(changed)
 
     @errors_in_one_line()
     def state_dict(self) -> State:
@@ -270,7 +240,7 @@ class AsyncTraining(ABC):
         """
         if self.worker > 0:
             return {}
-        return self._saved or fetch_state(self._connected, self._run_dir)
+        return self.loop.state or fetch_state(self._connected, self._run_dir)
 
     @errors_in_one_line()
     def load_state_dict(self, state: State) -> None:
@@ -283,6 +253,11 @@ class AsyncTraining(ABC):
         if state and not (isinstance(state, dict) and {"server", "method"} <= set(state)):
             raise ConfigurationError("load_state_dict: this is no server's state: give what state_dict() has returned")
         self._restored = state or None
+
+    @property
+    def loop(self) -> WorkerLoop:
+        """What surrounds the worker's steps."""
+        return self._inside(self._made_loop)
 
     @property
     def _connected(self) -> Client:
@@ -316,11 +291,6 @@ class AsyncTraining(ABC):
             sys.stderr.write(
                 "fairseq-async: the run has finished: steps change nothing any more; see worker.finished\n"
             )
-
-    def _sleep_if_slowed_down(self) -> float:
-        """Sleeps so that this step takes ``slowdown`` times as long, for experiments; returns the step's seconds."""
-        time.sleep((self._context.slowdown - 1.0) * (time.perf_counter() - self._step_ended))
-        return time.perf_counter() - self._step_ended
 
 
 def listed(given: Any) -> list[Any]:

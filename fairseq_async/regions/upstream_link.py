@@ -25,15 +25,6 @@ from fairseq_async.worker.connection.client import Client
 _PAUSE, _LONGEST_PAUSE = 0.2, 5.0  # seconds between two attempts to join
 
 
-class RegionClient(Client):
-    """The client of a region's server, which goes on without the global server while that is away."""
-
-    @property
-    def loss(self) -> str:
-        """The message for the case that the global server stays away."""
-        return f"the global server at {self.address} is gone; this region goes on without it"
-
-
 class UpstreamLink:
     """Joins the global server and exchanges with it; see :class:`~fairseq_async.server.upstream.Link`.
 
@@ -137,14 +128,15 @@ class UpstreamLink:
         self._check_other()
         where = f"{option('upstream')} {self.given.address}"
         try:
-            client = RegionClient(
+            client = Client(
                 self.given.address,
                 self._token,
                 self.given.region,
                 on_loss=self._on_loss,
                 tls=self._tls,
+                gone="the global server at {} is gone; this region goes on without it",
             )
-            client.patience = math.inf  # for a server that was there
+            client.connection.patience = math.inf  # for a server that was there
         except ExchangeError as error:
             cause = error.__cause__
             nobody = isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError)

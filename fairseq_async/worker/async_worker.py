@@ -9,7 +9,7 @@ from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Welcome
 from fairseq_async.worker.batches import FirstBatches
 from fairseq_async.worker.changes import ParameterWatch
-from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.server_connection import JoinDetails, ServerConnection
 from fairseq_async.worker.replica import Replica
 from fairseq_async.worker.start.server_process import say
 
@@ -61,11 +61,6 @@ class Refusals:
             )
 
 
-def left_out_steps(worker: int) -> Refusals:
-    """Returns a counter of the local steps with NaN or Inf, which never reach the server."""
-    return Refusals(worker, MOST_LEFT_OUT, "local step", "left out")
-
-
 class AsyncWorker:
     """The worker side of a method: joins a run, and takes the server's parameters.
 
@@ -82,10 +77,11 @@ class AsyncWorker:
         done: number of local steps that were not sent yet.
         look_ahead: number of versions ahead of ``version`` at which the worker has started.
         batches: the worker's first batches, of which a digest goes with an update.
+        details: what the worker tells of itself when it joins.
         last: values of the last exchange, for the log.
     """
 
-    def __init__(self, client: Client, replica: Replica, most_refused: int) -> None:
+    def __init__(self, client: ServerConnection, replica: Replica, most_refused: int) -> None:
         self.client, self.replica = client, replica
         self.refusals = Refusals(client.worker, most_refused)
         self.joined = self.finished = False
@@ -93,11 +89,12 @@ class AsyncWorker:
         self.look_ahead = 0.0
         self.batches = FirstBatches()
         self.last: dict[str, float] = {}
+        self.details = JoinDetails()
         self._watched, self._watch = replica, ParameterWatch(replica.named)
 
     def join(self, spec: MethodSpec) -> Welcome:
         """Joins the run; the welcome says whether the server has parameters."""
-        return self.client.join(self.replica.layout, spec)
+        return self.client.join(self.replica.layout, spec, self.details)
 
     def bring_parameters(self, state: str | None, from_checkpoint: bool = False) -> Welcome:
         """Sends worker 0's parameters, or the server state in a file, to a new server."""

@@ -17,7 +17,7 @@ from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Assignment, Push, Report, Welcome
 from fairseq_async.protocol.receipt import Status
 from fairseq_async.worker.async_worker import AsyncWorker
-from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.replica import TensorReplica
 
 MOST_REFUSED = 10  # gradients in a row, before a worker stops
@@ -36,7 +36,7 @@ class HybridWorker(AsyncWorker):
         shard: this worker's part of the training set, of which it has drawn ``offset`` batches.
     """
 
-    def __init__(self, client: Client, named: Sequence[tuple[str, Parameter]], zeros: bool = False) -> None:
+    def __init__(self, client: ServerConnection, named: Sequence[tuple[str, Parameter]], zeros: bool = False) -> None:
         super().__init__(client, TensorReplica(named), MOST_REFUSED)
         self._zeros = zeros
         self._parameters = [parameter for _, parameter in named]

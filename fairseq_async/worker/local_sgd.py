@@ -13,7 +13,7 @@ from fairseq_async.method.spec import JsonObject
 from fairseq_async.protocol import Assignment, Push, PushReply, Report, Welcome, WorkReply
 from fairseq_async.protocol.receipt import Status
 from fairseq_async.worker.async_worker import MOST_LEFT_OUT, AsyncWorker
-from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.replica import Replica
 
 
@@ -39,7 +39,7 @@ class LocalSGDWorker(AsyncWorker):
 
     def __init__(
         self,
-        client: Client,
+        client: ServerConnection,
         replica: Replica,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:

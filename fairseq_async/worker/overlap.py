@@ -10,12 +10,12 @@ from fairseq_async.algorithms import Fragment, in_turn
 from fairseq_async.method.spec import JsonObject
 from fairseq_async.options.config import AsyncLocalSGDOptions, LocalSGDOptions
 from fairseq_async.protocol import Push, PushReply, Status, WorkReply
-from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.local_sgd import DirectExchange, LocalSGDWorker
 from fairseq_async.worker.replica import Replica
 
 
-def local_sgd_worker(client: Client, replica: Replica, options: LocalSGDOptions) -> LocalSGDWorker:
+def local_sgd_worker(client: ServerConnection, replica: Replica, options: LocalSGDOptions) -> LocalSGDWorker:
     """Returns the worker of local SGD that the options ask for: it exchanges directly, overlapped, or in fragments.
 
     Raises:

@@ -8,10 +8,10 @@ import torch
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.records.state_files import write_state
-from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.server_connection import ServerConnection
 
 
-def fetch_state(client: Client, run_dir: Path) -> State:
+def fetch_state(client: ServerConnection, run_dir: Path) -> State:
     """Fetches the server's state, which the server gives to worker 0 only.
 
     Raises:
@@ -28,14 +28,15 @@ def fetch_state(client: Client, run_dir: Path) -> State:
 
 
 @contextmanager
-def state_file(state: State | None, run_dir: Path) -> Iterator[str | None]:
-    """Writes the state to a file that exists within the block, and yields its path; None if there is no state.
+def state_file(state: State | Path | None, run_dir: Path) -> Iterator[str | None]:
+    """Writes the state to a file that exists within the block, and yields its path; None if there is no state. A state
+    that is in a file already stays there.
 
     Raises:
         RefusedError: the file cannot be written.
     """
-    if state is None:
-        yield None
+    if state is None or isinstance(state, Path):
+        yield None if state is None else str(state)
         return
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / ".state-of-checkpoint.pt"

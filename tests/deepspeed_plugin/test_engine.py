@@ -34,6 +34,7 @@ from fairseq_async.pytorch.brought_state import StateInServer
 from fairseq_async.server.optimizers.learning_rates import present_options, present_rates
 from fairseq_async.worker.batches import FirstBatches
 from fairseq_async.worker.changes import LoopWatch
+from fairseq_async.worker.loop import WorkerLoop
 from fairseq_async.worker.start.context import WorkerContext
 
 
@@ -56,9 +57,10 @@ class Engine(LocalEngine):
 
     def __init__(self) -> None:
         self.async_worker = cast(Any, Worker())
-        self.training, self.global_steps, self._step_ended, self._loss = True, 0, 0.0, None
+        self.training, self.global_steps, self._loss = True, 0, None
+        self.loop = WorkerLoop(self.async_worker, WorkerContext())
         self._lacks_gradient, self._loop = False, LoopWatch(lambda: [], [])
-        self.context, self.micro_batches = cast(Any, SimpleNamespace(slowdown=1.0)), 0
+        self.micro_batches = 0
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)
@@ -146,7 +148,7 @@ def prepared(kind: type[AsyncEngine], model: nn.Module, optimizer: torch.optim.O
     nn.Module.__init__(engine)
     engine.module, engine.optimizer, engine.basic_optimizer, engine.lr_scheduler = model, optimizer, optimizer, None
     cast(Any, engine).zero_optimization_partition_weights = lambda: False
-    refusals, context = SimpleNamespace(limit=3), SimpleNamespace(worker=0, workers=1)
+    refusals, context = SimpleNamespace(limit=3), WorkerContext()
     worker = SimpleNamespace(refusals=refusals, finished=False, joined=True, batches=FirstBatches())
     AsyncEngine.set_up(engine, cast(Any, worker), cast(Any, None), cast(Any, context), Path("run"))
     return engine
@@ -550,7 +552,7 @@ def test_a_step_of_hybrid_async_has_the_weight_of_its_batch_and_one_that_was_ref
         worker.refusals.total += not math.isfinite(norm)
 
     worker.write_ahead, worker.step, engine._loss = lambda: None, step, torch.tensor(1.5)
-    others = ("_check_rates", "_check_followed", "_sleep_if_slowed_down", "_set_learning_rates", "_log", "zero_grad")
+    others = ("_check_rates", "_check_followed", "_set_learning_rates", "_log", "zero_grad")
     for name in others:
         monkeypatch.setattr(HybridEngine, name, lambda engine: None)
     monkeypatch.setattr(DeepSpeedEngine, "train_batch_size", lambda engine: 8)
@@ -572,7 +574,9 @@ def test_the_ranks_of_an_island_have_their_workers_slot_also_after_the_server_ha
         memory = SharedMemory.create(4, 3, publishes=False)
         memory.allocate_slot(2)
         memory.slot(2).fill_(value)
-        other._attach_slot(_share_slot(cast(Any, SimpleNamespace(memory=memory, remote=False, worker=2)), 4))
+        other._attach_slot(
+            _share_slot(cast(Any, SimpleNamespace(memory=SimpleNamespace(shared=memory, remote=False), worker=2)), 4)
+        )
         assert other.slot.tolist() == [value] * 4
         memory.close()
     del memory

@@ -11,7 +11,8 @@ from fairseq_async.deepspeed_plugin.engines.adascale import AdaScaleEngine
 from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
 from fairseq_async.deepspeed_plugin.engines.synchronous import SynchronousEngine
 from fairseq_async.errors import AsyncError
-from fairseq_async.worker.async_worker import Refusals
+from fairseq_async.worker.loop import WorkerLoop
+from fairseq_async.worker.start.context import WorkerContext
 
 
 class Engine(SynchronousEngine):
@@ -139,12 +140,7 @@ class Local(LocalEngine):
     def __init__(self) -> None:
         self.calls: list[object] = []
         self.async_worker: Any = SimpleNamespace(finished=False, step=lambda seconds, loss: self.calls.append(loss))
-        self._left_out, self._step_ended, self._loss, self.applied = (
-            Refusals(3, 2, "local step", "left out"),
-            0.0,
-            2.5,
-            True,
-        )
+        self.loop, self._loss, self.applied = WorkerLoop(self.async_worker, WorkerContext(worker=3)), 2.5, True
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)
@@ -157,7 +153,7 @@ class Local(LocalEngine):
 
     def _nothing(self) -> None: ...
 
-    _check_trained = _check_followed = _sleep_if_slowed_down = _set_learning_rates = _nothing
+    _check_trained = _check_followed = _set_learning_rates = _nothing
 
     def _is_past_the_end(self) -> bool:
         return False
@@ -177,9 +173,9 @@ def test_local_steps_that_are_left_out_in_a_row_end_the_worker_and_others_betwee
 ) -> None:
     engine = Local()
     monkeypatch.setattr(local_sgd, "may_overflow", lambda engine: False)
-    for engine.applied in (False, True, False, True, False):
+    for engine.applied in (False, False, True, False, True, False, False):
         engine._end_step()
     assert engine.calls == [2.5, 2.5], "only steps that were taken are counted by the worker"
     with pytest.raises(SystemExit):
         engine._end_step()
-    assert "the last 2 local steps of worker 3 had NaN or Inf" in capsys.readouterr().err
+    assert "the last 3 local steps of worker 3 had NaN or Inf" in capsys.readouterr().err

@@ -72,7 +72,7 @@ def test_updates_and_parameters_arrive_as_they_do_in_plain_text(server: ThreadSe
     assert push(first, 0, 0.5).version == 1
     assert push(second, 0, 0.25).staleness == 1
     assert pull(first) == pull(second) == (2, 0.25)
-    connection = first._channel.connection
+    connection = first.connection.channel.connection
     assert isinstance(connection, ssl.SSLSocket) and connection.version() == "TLSv1.3"
 
 

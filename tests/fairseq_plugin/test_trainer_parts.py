@@ -24,7 +24,9 @@ from fairseq_async.fairseq_plugin.local_sgd import LocalSGDTrainer
 from fairseq_async.fairseq_plugin.session import WorkerSession
 from fairseq_async.fairseq_plugin.synchronous_trainer import SynchronousTrainer
 from fairseq_async.options.config import AdaScaleOptions
+from fairseq_async.worker.loop import WorkerLoop
 from fairseq_async.worker.replica import TensorReplica
+from fairseq_async.worker.start.context import WorkerContext
 
 
 @pytest.mark.parametrize(
@@ -332,8 +334,8 @@ def test_a_reset_of_the_data_of_local_sgd_begins_with_the_first_epoch(reset: boo
     brought: list[Any] = []
     trainer: Any = object.__new__(LocalSGDTrainer)
     trainer.cfg = SimpleNamespace(checkpoint=SimpleNamespace(reset_dataloader=reset))
-    trainer.session = SimpleNamespace(with_file=lambda state, bring: brought.append(state))
-    trainer._optimizer, trainer._worker = object(), SimpleNamespace(bring_parameters=print)
+    trainer.session = SimpleNamespace(run_dir=None)
+    trainer.loop = SimpleNamespace(bring=lambda state, run_dir, from_checkpoint: brought.append(state))
     state = {"positions": {0: {"epoch": 3}, 1: {"epoch": 2}}, "plan": {"epochs": 2.5, "steps": 9}}
     trainer._initialise({"async_server": state}, False)
     positions = {} if reset else {0: {"epoch": 3}, 1: {"epoch": 2}}
@@ -347,8 +349,8 @@ def test_a_worker_that_has_saved_takes_the_servers_parameters_of_now(monkeypatch
     trainer: Any = object.__new__(HybridTrainer)
     trainer._num_updates, trainer._server_state = AppliedUpdates(6, 6), {"server": {}}
     trainer._iterator = SimpleNamespace(state_dict=dict)
-    worker = SimpleNamespace(check_unchanged=lambda: seen.append("check"), start=lambda: seen.append("pull"))
-    trainer._optimizer = SimpleNamespace(worker=worker)
+    worker: Any = SimpleNamespace(check_unchanged=lambda: seen.append("check"), start=lambda: seen.append("pull"))
+    trainer._optimizer, trainer.loop = SimpleNamespace(worker=worker), WorkerLoop(worker, WorkerContext())
     monkeypatch.setattr(HybridTrainer, "fraction_of_epoch", lambda self, batches: 0.0)
     for _ in range(2):
         trainer.train_step([[1]])
@@ -362,8 +364,9 @@ def validated(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Parameter]:
     parameter = Parameter(torch.ones(1))
     replica = TensorReplica([("weight", parameter)])
     trainer: Any = object.__new__(LocalSGDTrainer)
-    trainer.seen, trainer._server_state, trainer._own_parameters, trainer._num_updates = [], None, None, 0
-    trainer._optimizer, trainer._worker = object(), SimpleNamespace(replica=replica, settle=lambda: None)
+    trainer.seen, trainer._num_updates, trainer._optimizer = [], 0, object()
+    worker: Any = SimpleNamespace(replica=replica, settle=lambda: None, check_unchanged=lambda: None)
+    trainer._worker, trainer.loop = worker, WorkerLoop(worker, WorkerContext())
     trainer.session = SimpleNamespace(snapshot=lambda: {"server": {"parameters": torch.full((1,), 5.0)}})
     trainer.fetch_server_state()
     assert parameter == 5

@@ -34,8 +34,8 @@ def dying(address: str, worker: int) -> None:
     slot = adder.client.slot
     half = slot.numel() // 2
     slot[:half] = float("nan")
-    if adder.client.remote:
-        connection = adder.client._channel.connection
+    if adder.client.memory.remote:
+        connection = adder.client.connection.channel.connection
         body = encode(Push(adder.sequence, adder.version, 1.0))
         header = _HEADER.pack(len(body), 4 * slot.numel())
         connection.sendall(header + body + torch.full((half,), float("nan")).numpy().tobytes())

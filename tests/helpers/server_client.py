@@ -65,8 +65,8 @@ def changed(request: Request, change: Mapping[str, Any]) -> bytes:
 
 def ask(client: Client, body: bytes) -> dict[str, Any]:
     """Sends a message, right or wrong; returns the answer."""
-    client._channel.send(body, client._sent)
-    answer: dict[str, Any] = json.loads(client._channel.receive())
+    client.connection.channel.send(body, client.memory.sent)
+    answer: dict[str, Any] = json.loads(client.connection.channel.receive())
     return answer
 
 
@@ -85,7 +85,7 @@ def kill(server: ServerProcess) -> None:
 
 def lose_next_answer(worker: AsyncWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next answer does not reach the worker, whose connection is gone with it."""
-    channel = worker.client._channel
+    channel = worker.client.connection.channel
     receive = channel.answer
 
     def lost(expected: type[Any]) -> Any:

@@ -18,6 +18,9 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
 from fairseq_async.pytorch.parameters import check_memory
 from fairseq_async.server.programs import gradient_main, local_sgd_main
+from fairseq_async.worker import loop
+from fairseq_async.worker.replica import TensorReplica
+from fairseq_async.worker.start.context import WorkerContext
 from tests.helpers.thread_workers import ThreadWorkers
 from tests.helpers.waiting import wait_until
 
@@ -90,7 +93,7 @@ def has_no_more(now: dict[str, Any], before: dict[str, Any]) -> bool:
 def test_a_block_that_was_left_leaves_no_hook_thread_file_or_memory(
     workers: Callable[..., ThreadWorkers], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("fairseq_async.worker.connection.signs_of_life._PAUSE", 0.01)
+    monkeypatch.setattr("fairseq_async.worker.connection.lasting_connection._PAUSE", 0.01)
     front_end, build, options = KINDS[kind]
     run = workers(1, build)
 
@@ -118,19 +121,19 @@ def test_a_block_that_was_left_leaves_no_hook_thread_file_or_memory(
 def test_the_time_of_a_step_is_without_what_comes_between_and_longer_on_a_slowed_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, slept, model = [5.0], list[float](), nn.Linear(2, 1)
-    training = AsyncLocalSGD(model, SGD(model.parameters(), lr=0.1))
+    clock, slept, replica = [1.0], list[float](), TensorReplica([("w", torch.zeros(3))])
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
         clock[0] += seconds
 
-    faked = SimpleNamespace(perf_counter=lambda: clock[0], sleep=sleep)
-    monkeypatch.setattr("fairseq_async.pytorch.training.time", faked)
-    training._context, training._step_ended = SimpleNamespace(slowdown=3.0), 1.0  # type: ignore[assignment]
-    assert training._sleep_if_slowed_down() == 12.0 and slept == [8.0]
-    clock[0], training._own = 100.0, torch.zeros(3)
-    training._saved = {"server": {"parameters": torch.zeros(3)}}
-    training._local = SimpleNamespace(replica=SimpleNamespace(write=lambda own: None))  # type: ignore[assignment]
-    training.restore_parameters()
-    assert (training._step_ended, training._own, training._saved) == (100.0, None, None), "after an evaluation"
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock[0], sleep=sleep))
+    worker: Any = SimpleNamespace(replica=replica, settle=lambda: None, check_unchanged=lambda: None)
+    of_worker = loop.WorkerLoop(worker, WorkerContext(slowdown=3.0))
+    of_worker.begin_step()
+    clock[0] = 5.0
+    assert of_worker.slowed_down() == 12.0 and slept == [8.0]
+    of_worker.take_server_parameters(lambda: {"server": {"parameters": torch.ones(3)}})
+    clock[0] = 100.0
+    of_worker.give_back()
+    assert (of_worker.began, of_worker.state) == (100.0, None), "after an evaluation"

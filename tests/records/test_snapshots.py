@@ -250,7 +250,7 @@ def test_a_server_that_vanishes_in_the_handshake_is_noticed(tmp_path: Path) -> N
     server = ThreadServer(1, tmp_path, "127.0.0.2")
     try:
         client = Client(server.address, server.token, 0)
-        assert client._channel.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) > 0
+        assert client.connection.channel.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) > 0
     finally:
         server.stop()
 

@@ -141,7 +141,7 @@ def test_a_fragment_is_encoded_by_itself_and_several_at_once_are_not() -> None:
 def both_agree(worker: Descent, server: Any) -> bool:
     """On what the worker has, of all fragments of which the server knows it."""
     starts = server.service.described._starts
-    own = worker.local.client._receiver._reference
+    own = worker.local.client.receiver._reference
     assert isinstance(starts, CompressedChanges) and own is not None
     known = starts._known.get(0, {})
     return all(torch.equal(starts._fragments[turn].of(own), part) for turn, part in known.items())
@@ -177,7 +177,7 @@ def test_both_sides_agree_after_each_exchange_also_where_answers_are_lost(
         worker.step()
         worker.local.settle()
         assert both_agree(worker, server)
-        compressed += worker.local.client._receiver.payload is not None
+        compressed += worker.local.client.receiver.payload is not None
     assert compressed > 12
     worker.local.catch_up()
     assert torch.equal(worker.theta, server.service.described.coordinator.server.parameters)

@@ -69,7 +69,7 @@ def test_a_worker_that_died_in_the_middle_of_a_write_costs_that_update_and_comes
     first, second = join(server, 0), join(server, 1)
     push(second, 0, 0.5)
     second.slot.fill_(1e9)  # written, never pushed
-    second._channel.close()
+    second.connection.channel.close()
     assert push(first, 0, 0.25).version == 2 and pull(first) == (2, 0.25)
     again = Client(server.address, server.token, 1)
     welcome = again.join(LAYOUT, METHOD)
@@ -184,41 +184,41 @@ def test_the_barrier_answers_both_workers_when_the_round_is_complete(server: Thr
     method = {"updates_per_step": 2, "barrier": 2}
     first, second = join(server, 0, **method), join(server, 1, **method)
     first.slot.fill_(1.0)
-    first._channel.send(encode(Push(0, 0, 1.0)))
+    first.connection.channel.send(encode(Push(0, 0, 1.0)))
     assert pull(second) == (0, 1.0)
     assert push(second, 0, 0.0).version == 1
-    assert parse_answer(first._channel.receive(), PushReply).version == 1
+    assert parse_answer(first.connection.channel.receive(), PushReply).version == 1
     assert pull(first) == (1, 0.5)
 
 
 def test_a_worker_that_leaves_a_barrier_run_early_does_not_hold_up_the_others(server: ThreadServer) -> None:
     method = {"updates_per_step": 2, "barrier": 2}
     first, second = join(server, 0, **method), join(server, 1, **method)
-    first._channel.send(encode(Push(0, 0, 1.0)))
+    first.connection.channel.send(encode(Push(0, 0, 1.0)))
     second.leave(finished=False)
-    assert parse_answer(first._channel.receive(), PushReply).status is Status.APPLIED
+    assert parse_answer(first.connection.channel.receive(), PushReply).status is Status.APPLIED
 
 
 def test_parameters_of_a_server_that_died_meanwhile_are_not_taken_for_the_next_ones(server: ThreadServer) -> None:
     """Another thread of the worker has found the server that came back, while this one copied."""
     client = join(server, 0)
-    memory = client.memory
+    memory = client.memory.shared
 
     class Old:
         publishes = True
 
         def read(self, copy: Any, gone: Any) -> int:
-            client.memory, client._restored_version = memory, 0
+            client.memory.shared, client.connection.restored_version = memory, 0
             return 57
 
-    client.memory = Old()  # type: ignore[assignment]
+    client.memory.shared = Old()  # type: ignore[assignment]
     assert pull(client) == (0, 1.0)
 
 
 def test_an_update_for_a_server_that_came_back_is_of_a_version_that_this_one_has_had(server: ThreadServer) -> None:
     """The version that the worker started from, or the restored one if that is lower."""
     client = join(server, 0)
-    client._restored_version = 3
+    client.connection.restored_version = 3
     assert [client._rebased(Push(0, base, 1.0)).base_version for base in (1, 3, 5)] == [1, 3, 3]
 
 
@@ -316,7 +316,7 @@ def test_an_answer_that_the_clock_brings_is_sent_to_its_end_before_the_clock_is_
 ) -> None:
     """As parameters to a worker far away when a grace period is over: they do not fit into the connection at once."""
     server = ThreadServer(1, tmp_path, "127.0.0.2")
-    channel = join(server, 0)._channel
+    channel = join(server, 0).connection.channel
     parameters = torch.randn(8_000_000)
     channel.room = torch.zeros_like(parameters)
     channel.connection.settimeout(20)

@@ -52,7 +52,7 @@ def test_who_asks_and_does_not_read_is_disconnected_and_the_others_have_their_tu
 ) -> None:
     server = start_thread_server(2)
     honest, greedy = (join(server, worker) for worker in (0, 1))
-    connection = greedy._channel.connection
+    connection = greedy.connection.channel.connection
     body = encode(Pull())
     frames = (struct.pack("!IQ", len(body), 0) + body) * 4096
     connection.setblocking(False)
@@ -84,10 +84,10 @@ def test_an_update_waits_for_few_of_the_messages_of_those_who_send_as_fast_as_th
 
     def ask(client: Client) -> None:
         body = encode(Pull())
-        client._channel.connection.sendall((struct.pack("!IQ", len(body), 0) + body) * 512)
+        client.connection.channel.connection.sendall((struct.pack("!IQ", len(body), 0) + body) * 512)
         with suppress(ExchangeError):
             while not ended.is_set():
-                client._channel.receive()
+                client.connection.channel.receive()
 
     monkeypatch.setattr(Service, "_pull", slow)
     with ThreadPoolExecutor(8) as pool:
@@ -100,7 +100,7 @@ def test_an_update_waits_for_few_of_the_messages_of_those_who_send_as_fast_as_th
             before.append(len(handled) - begun_at)
         ended.set()
         for client in clients:
-            client._channel.end()
+            client.connection.channel.end()
         for each in asking:
             each.result(10)
     assert max(before) <= 4, before
@@ -117,7 +117,7 @@ def test_who_does_not_take_large_answers_is_not_heard_until_it_does(
     honest.slot.zero_()
     honest.initialise(None)
     greedy.join(large, spec)
-    connection = greedy._channel.connection
+    connection = greedy.connection.channel.connection
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # far less than an answer
     server.service.peers[1].channel.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
     handed_out: list[int] = []
@@ -129,13 +129,14 @@ def test_who_does_not_take_large_answers_is_not_heard_until_it_does(
 
     monkeypatch.setattr(Run, "hand_out", counted)
     for number in range(12):
-        greedy._channel.send(encode(Pull(1.0 + number / 64, starts=True)))
+        greedy.connection.channel.send(encode(Pull(1.0 + number / 64, starts=True)))
     for number in range(3):
         assert push(honest, number, 0.5, base=number).status is Status.APPLIED
     assert handed_out.count(1) == 2 and 1 in server.service.peers
-    greedy._channel.room, greedy._channel.any_length = torch.empty(4_000_000, dtype=torch.uint8), True
+    channel = greedy.connection.channel
+    channel.room, channel.any_length = torch.empty(4_000_000, dtype=torch.uint8), True
     for _ in range(12):
-        assert parse_answer(greedy._channel.receive(), PullReply).compressed
+        assert parse_answer(greedy.connection.channel.receive(), PullReply).compressed
     assert handed_out.count(1) == 12
 
 

@@ -88,15 +88,15 @@ def test_a_version_of_before_the_rollback_is_pulled_again_though_its_number_is_t
     wait_until(lambda: snapshot_versions(tmp_path) == [0])
     push(first, 0, 0.5)
     assert pull(second) == (1, 0.5)
-    hello, failures = second._hello, iter([breaks_again])
+    hello, failures = second.connection.greet, iter([breaks_again])
 
     def after_failures() -> Welcome:
         if next(failures, False):
-            second._channel.close()
+            second.connection.channel.close()
             raise ExchangeError("it broke again")
         return hello()
 
-    monkeypatch.setattr(second, "_hello", after_failures)
+    monkeypatch.setattr(second.connection, "greet", after_failures)
     kill(server)
     answer = push(second, 0, 0.125, base=1)
     assert answer.version != 1  # which the worker would take for the version that it has
@@ -150,7 +150,7 @@ def test_a_worker_that_computes_comes_back_to_a_new_server_by_itself(start_serve
     before, has_open = server.process.pid, memories_open()
     kill(server)
     wait_until(lambda: server.process.pid != before)
-    wait_until(lambda: first._restored_version == 0)
+    wait_until(lambda: first.connection.restored_version == 0)
     assert first.slot.tolist() == [7.0] * LAYOUT.size and not lost
     assert memories_open() == has_open, "the dead server's is closed"
     threads = threading.active_count()
@@ -164,7 +164,7 @@ def test_a_worker_whose_connection_breaks_takes_its_own_place_again(start_thread
     server = start_thread_server(2)
     client = join_patiently(server, 0)
     push(client, 0, 0.5)
-    client._channel.end()
+    client.connection.channel.end()
     assert push(client, 1, 0.25, base=1).version == 2
     with pytest.raises(RefusedError, match="worker 0 is here already"):
         join_patiently(server, 0)
@@ -359,8 +359,8 @@ def test_an_update_on_a_connection_that_was_replaced_is_not_taken(
         opened.callback(server.stop)
         first, before = join_patiently(server, 0), join_patiently(server, 1)
         turn = LongTurn(server, first, opened, monkeypatch)
-        before._channel.send(encode(Push(0, 0, 1.0, Report())))
-        before._channel.connection.shutdown(socket.SHUT_RDWR)
+        before.connection.channel.send(encode(Push(0, 0, 1.0, Report())))
+        before.connection.channel.connection.shutdown(socket.SHUT_RDWR)
         turn.introduce()
         assert turn.end().worker == 1
         wait_until(lambda: len(server._loop.peers) == 2)

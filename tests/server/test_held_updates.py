@@ -44,7 +44,7 @@ def frame(request: Push, value: float, most: int = 24) -> bytes:
 
 def send_update(client: Client, value: float, most: int = 24) -> None:
     """Sends the first one, or one more, as no client of ours would."""
-    client._channel.connection.sendall(frame(Push(0, 0, 1.0, Report()), value, most))
+    client.connection.channel.connection.sendall(frame(Push(0, 0, 1.0, Report()), value, most))
 
 
 def enter(service: Service, worker: int) -> Connection:
@@ -65,7 +65,7 @@ def test_what_was_checked_is_what_is_applied(server: ThreadServer, changes: dict
     send_update(two, 0.5)
     wait_until(lambda: held(server) == {1}, 10)
     send_update(two, float("nan"), most)
-    wait_until(lambda: two._channel.is_closed(1.0), 10)
+    wait_until(lambda: two.connection.channel.is_closed(1.0), 10)
     assert server.service.refusals.counts["no message"] == 1
     wait_until(lambda: held(server) == set(), 10)  # its update went with it
     again = join(server, 1, updates_per_step=2, barrier=2, **changes)
@@ -74,8 +74,10 @@ def test_what_was_checked_is_what_is_applied(server: ThreadServer, changes: dict
     push(one, 0, 1.5)
     run = server.service.described
     assert torch.equal(run.coordinator.server.parameters, torch.zeros(6))  # 1 − (0.5 + 1.5) / 2
-    again._channel.receive()  # its answer
-    again._channel.connection.sendall(frame(Push(1, 1, 1.0, Report()), 1.0))  # and now it may send the next one
+    again.connection.channel.receive()  # its answer
+    again.connection.channel.connection.sendall(
+        frame(Push(1, 1, 1.0, Report()), 1.0)
+    )  # and now it may send the next one
     wait_until(lambda: held(server) == {1}, 10)
 
 

@@ -192,7 +192,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
 
 def learning_rate(client: Client, event: ScheduleEvent) -> float:
     """The answer to an event with this number."""
-    return client._ask(event, ScheduleReply).learning_rate
+    return client.connection.ask(event, ScheduleReply).learning_rate
 
 
 def test_an_event_that_comes_again_is_answered_as_before_and_not_counted(client: Client) -> None:
@@ -203,14 +203,14 @@ def test_an_event_that_comes_again_is_answered_as_before_and_not_counted(client:
 
 def test_an_event_that_comes_again_on_another_connection_is_not_counted(client: Client) -> None:
     assert learning_rate(client, FIRST) == 0.5
-    client._channel.end()
+    client.connection.channel.end()
     assert learning_rate(client, FIRST) == 0.5
 
 
 def test_events_of_a_worker_that_was_started_again_are_others(client: Client) -> None:
     assert client.schedule_event("end_epoch", 1, 1.0).learning_rate == 0.5
     client.close()
-    again = Client(client.address, client._endpoint.token, 0, patience=30.0)
+    again = Client(client.connection.address, client.connection.endpoint.token, 0, patience=30.0)
     again.join(LAYOUT, halving_spec())
     assert again.schedule_event("end_epoch", 2, 1.0).learning_rate == 0.25
 

@@ -163,7 +163,7 @@ def test_a_server_that_is_stopped_amid_a_publication_holds_up_readers_and_loses_
     monkeypatch.setattr(shared_memory, "copy", stop)
     with ThreadPoolExecutor(2) as pool:
         pushed = pool.submit(push, first, 0, 0.5)
-        wait_until(lambda: int(second.memory._header[0]) % 2 == 1 if second.memory else False)
+        wait_until(lambda: int(second.memory.shared._header[0]) % 2 == 1 if second.memory.shared else False)
         pulled = pool.submit(pull, second)
         threading.Event().wait(1.0)
         assert not pulled.done()
@@ -202,8 +202,8 @@ def test_a_storm_of_connections_with_the_token_costs_no_update(start_server: Sta
     honest = join(server, 0)
     for number in range(150):
         other = join(server, 1)
-        other._channel.close()  # without a word
-        other.left.set()
+        other.connection.channel.close()  # without a word
+        other.connection.left.set()
         assert push(honest, number, 0.25, base=number).status is Status.APPLIED
     assert [event["sequence"] for event in events(tmp_path)] == list(range(150))
 

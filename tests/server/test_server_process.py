@@ -85,7 +85,7 @@ def test_a_finished_run_stays_for_a_worker_0_that_has_died_and_comes_back(proces
     """It has the last checkpoint to write."""
     first, second = join(process, 0, last_version=1), join(process, 1, last_version=1)
     assert push(first, 0, 0.5).finished
-    first._channel.close()
+    first.connection.channel.close()
     second.leave(finished=False)
     again = Client(process.address, process.token, 0)
     assert again.join(LAYOUT, sgd_spec(last_version=1)).finished and pull(again) == (1, 0.5)

@@ -192,9 +192,11 @@ def test_a_worker_that_claims_a_norm_and_leaves_a_host_out_is_refused(
         client.join(LAYOUT, local_sgd_spec(options_of("sgd"), 1, [], given, {}))
         client.slot.zero_()
         client.initialise(None)
-        assert client._lines is not None
+        assert client.connection.lines is not None
         with monkeypatch.context() as lying:
-            lying.setattr(client._lines, "send", lambda number, slot, channel, push, own: channel.send(push, own))
+            lying.setattr(
+                client.connection.lines, "send", lambda number, slot, channel, push, own: channel.send(push, own)
+            )
             assert client.push(torch.Tensor.zero_, Push(0, 0, 1.0, REPORT, norm=1.0)).status is Status.REFUSED
         assert client.push(torch.Tensor.zero_, Push(1, 0, 1.0, REPORT)).status is Status.APPLIED
     finally:

@@ -60,7 +60,7 @@ def test_a_run_that_is_finished_ends_without_a_worker_that_hangs(
     try:
         worker = join(server, 0, last_version=1, worker_timeout=1.0)
         hangs = join(server, 1, last_version=1, worker_timeout=1.0)
-        hangs.left.set()  # its signs of life end
+        hangs.connection.left.set()  # its signs of life end
         push(worker, 0, 0.5)
         worker.leave(finished=True)
         server.join(15)

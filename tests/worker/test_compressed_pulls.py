@@ -113,7 +113,7 @@ def test_parameters_whose_answer_was_lost_come_again_the_same(
 ) -> None:
     with local_sgd(tmp_path, workers=2, host=host, compress="pull=int8") as [one, other]:
         send(one, 0, [127.0, 0.4, -0.4], 0)
-        other.client.patience = 10.0
+        other.client.connection.patience = 10.0
         lose_next_answer(other, monkeypatch)
         assert start(other) == [127.0, 0.0, 0.0]
         send(one, 1, [0.0, 0.0, 0.0], 1)
@@ -167,5 +167,5 @@ def test_a_worker_is_told_of_another_codec_for_parameters(tmp_path: Path) -> Non
     with local_sgd(tmp_path, workers=1, compress="pull=int8") as [worker]:
         spec: MethodSpec = worker.spec
         assert spec.compress.pull is not None and spec.compress.push is None
-        assert worker.client.compressor is None and worker.client.memory is not None
-        assert not worker.client.memory.publishes
+        assert worker.client.compressor is None and worker.client.memory.shared is not None
+        assert not worker.client.memory.shared.publishes

@@ -140,7 +140,7 @@ def test_an_update_whose_answer_was_lost_counts_once_and_as_the_first_time(
     with local_sgd(tmp_path, workers=2, compress=TOP_1, staleness_limit=0) as [one, other]:
         if stale:
             send(one, 0, [1.0, 0.0, 0.0])
-        other.client.patience = 10.0
+        other.client.connection.patience = 10.0
         lose_next_answer(other, monkeypatch)
         answer = send(other, 0, [0.0, 2.0, 1.0])
         assert answer.status is Status.DUPLICATE and answer.taken is not stale
@@ -191,9 +191,9 @@ def test_a_payload_that_is_none_is_refused_in_one_line_and_the_server_goes_on(
 ) -> None:
     with local_sgd(tmp_path, workers=2, compress=TOP_1) as [one, other]:
         behind = None if payload is None else torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        one.client._channel.send(encode(Push(0, 0, 1.0, Report(local_steps=1, step_seconds=0.0))), behind)
+        one.client.connection.channel.send(encode(Push(0, 0, 1.0, Report(local_steps=1, step_seconds=0.0))), behind)
         with pytest.raises(RefusedError, match=said):
-            one.client._channel.answer(PushReply)
+            one.client.connection.channel.answer(PushReply)
         assert send(other, 0, [1.0, 0.0, 0.0]).taken
         assert send(one, 0, [1.0, 0.0, 0.0]).taken and parameters(one) == [2.0, 0.0, 0.0]
 
@@ -220,17 +220,19 @@ def test_a_payload_of_other_tensors_than_the_models_is_refused_before_it_is_look
 
 def test_more_bytes_than_any_payload_has_end_the_connection(tmp_path: Path) -> None:
     with local_sgd(tmp_path, workers=2, compress=TOP_1) as [one, other]:
-        one.client._channel.send(encode(Push(0, 0, 1.0, Report(local_steps=1, step_seconds=0.0))), torch.zeros(1000))
+        one.client.connection.channel.send(
+            encode(Push(0, 0, 1.0, Report(local_steps=1, step_seconds=0.0))), torch.zeros(1000)
+        )
         with pytest.raises(ExchangeError):
-            one.client._channel.answer(PushReply)
+            one.client.connection.channel.answer(PushReply)
         assert send(other, 0, [1.0, 0.0, 0.0]).taken
 
 
 def test_a_worker_with_another_codec_is_told_so(tmp_path: Path) -> None:
     with local_sgd(tmp_path, workers=2, compress=TOP_1) as [one, other]:
         spec = replace(one.spec, options={**one.spec.options, "compress": {"push": {"codec": "bf16"}}})
-        other.client._channel.close()
-        other.client.patience = 10.0
+        other.client.connection.channel.close()
+        other.client.connection.patience = 10.0
         with pytest.raises(RefusedError, match="another --compress than the others"):
             other.client.join(LAYOUT, spec)
 
@@ -304,7 +306,7 @@ def test_the_last_update_of_a_run_counts_once_where_its_answer_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with local_sgd(tmp_path, workers=1, compress=TOP_1, total_steps=1) as [worker]:
-        worker.client.patience = 10.0
+        worker.client.connection.patience = 10.0
         lose_next_answer(worker, monkeypatch)
         answer = send(worker, 0, [4.0, 3.0, 0.0])
         assert answer.finished and answer.status is Status.DUPLICATE and answer.taken
@@ -324,7 +326,7 @@ def test_a_residual_is_sent_by_whatever_codec_the_run_goes_on_with(tmp_path: Pat
         assert after.load_state_dict(state, 1)
         _, payload = after.encode(Push(1, 1, 1.0), torch.tensor([-1.0, -1.0, 0.0]))
         assert payload is not None
-        if after.keeps_residual:
+        if after._parts[0].feedback is not None:
             assert after.decode(payload, 3, Push(1, 1, 1.0))[1] == pytest.approx(-4.0, rel=0.1)
 
 

@@ -326,7 +326,7 @@ def test_a_worker_whose_update_has_nan_takes_the_whole_model(
 def test_a_fragment_of_another_size_is_refused_and_the_worker_may_go_on(start: Start) -> None:
     server = start(1, host="127.0.0.2")
     connected = Descent(client(server), streaming(), 1).local.client
-    channel, wrong = connected._channel, Push(0, 0, 1.0, Report(local_steps=2, step_seconds=0.0))
+    channel, wrong = connected.connection.channel, Push(0, 0, 1.0, Report(local_steps=2, step_seconds=0.0))
     channel.send(encode(wrong), torch.zeros(3))
     with pytest.raises(RefusedError, match="the fragment has 4 bytes: 12 were sent"):
         channel.answer(PushReply)

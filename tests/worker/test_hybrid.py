@@ -107,7 +107,7 @@ def test_a_worker_that_was_replaced_writes_nothing_into_its_successors_slot(
     server = start_thread_server(2)
     join_patiently(server, 0)
     late = join_patiently(server, 1)
-    late._channel.connection.shutdown(socket.SHUT_RDWR)
+    late.connection.channel.connection.shutdown(socket.SHUT_RDWR)
     wait_until(lambda: 1 not in server.service.peers)
     successor = join_patiently(server, 1)
     successor.slot.fill_(7.0)

@@ -165,7 +165,7 @@ def test_dynamic_local_steps_follow_the_measured_speed(start: Start) -> None:
 
 def test_a_round_goes_on_without_a_worker_that_died(start: Start) -> None:
     first, second = entered(start(2), 2, outer="diloco", local_steps=3, outer_lr=1.0, outer_momentum=0.0)
-    second.local.client._channel.close()
+    second.local.client.connection.channel.close()
     for _ in range(3):
         first.step()
     assert first.local.version == 1

@@ -99,7 +99,7 @@ def test_parameters_that_are_lost_behind_their_answer_are_asked_for(
         descent = Descent(Client(server.address, server.token, 0, patience=10.0), options(), 1)
         for _ in range(3):
             descent.step()
-        channel = descent.local.client._channel
+        channel = descent.local.client.connection.channel
         receive = channel.answer
 
         def half(expected: type[Any]) -> Any:

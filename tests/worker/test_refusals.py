@@ -3,15 +3,18 @@
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fairseq_async.errors import RefusedError
-from fairseq_async.worker.async_worker import Refusals, left_out_steps
+from fairseq_async.worker.async_worker import Refusals
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.local_sgd import LocalSGDWorker
+from fairseq_async.worker.loop import WorkerLoop
 from fairseq_async.worker.replica import TensorReplica
+from fairseq_async.worker.start.context import WorkerContext
 from tests.helpers.thread_workers import LAYOUT, local_sgd
 
 
@@ -40,14 +43,16 @@ def test_outliers_are_not_called_nan(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_local_steps_are_left_out() -> None:
     with pytest.raises(RefusedError, match="the last 3 local steps of worker 3 had NaN or Inf and were left out"):
-        left_out_steps(worker=3).count(3)
+        loop = WorkerLoop(SimpleNamespace(), WorkerContext(worker=3))  # type: ignore[arg-type]
+        for left_out in (True, True, False, True, True, True):
+            loop.count_left_out(left_out)
 
 
 def test_a_worker_that_comes_back_counts_only_what_is_refused_from_then_on(tmp_path: Path) -> None:
     with local_sgd(tmp_path, workers=1, local_steps=1) as [before]:
         assert [before.push(number, math.nan).refused for number in range(3)] == [1, 2, 3]
         before.client.close()
-        client = Client(before.client.address, before.client._endpoint.token, 0, patience=10.0)
+        client = Client(before.client.connection.address, before.client.connection.endpoint.token, 0, patience=10.0)
         worker = LocalSGDWorker(client, TensorReplica([("w", theta := torch.zeros(3))]))
         worker.begin(client.join(LAYOUT, before.spec))
         for moved, in_a_row in ((1.0, 0), (math.nan, 1), (1.0, 0)):

@@ -27,16 +27,15 @@ def test_the_first_rank_finds_its_port_taken(other_job: TCPStore) -> None:
     with pytest.raises(
         ConfigurationError, match=rf"port {other_job.port} \(MASTER_PORT\) is another job's: .*master_port"
     ):
-        WorkerContext(workers=2, has_store=True).open_store()
+        store.open_store(0)
 
 
 def test_another_rank_finds_its_place_taken(other_job: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would join the other job's run."""
-    place = WorkerContext(worker=1, workers=2, has_store=True)
-    place.open_store()
+    store.open_store(1)
     monkeypatch.setattr(store, "_kept", [])  # as in the other job's process
     with pytest.raises(ConfigurationError, match="is another job's"):
-        place.open_store()
+        store.open_store(1)
 
 
 def test_the_number_of_ranks_of_this_machine_is_what_deepspeed_says(monkeypatch: pytest.MonkeyPatch) -> None:

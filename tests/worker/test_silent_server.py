@@ -23,11 +23,12 @@ from fairseq_async.exchange import Channel, SharedMemory
 from fairseq_async.protocol import Greeting, encode
 from fairseq_async.protocol import client_connection as connection
 from fairseq_async.protocol.answers import Introduced
+from fairseq_async.worker.connection import lasting_connection
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.lasting_connection import LastingConnection
-from fairseq_async.worker.connection.signs_of_life import SignsOfLife
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.server_client import join_patiently, push
+from tests.helpers.waiting import wait_until
 
 
 def test_a_server_that_says_nothing_for_a_while_is_waited_for(
@@ -47,7 +48,7 @@ def test_a_server_that_says_nothing_for_a_while_is_waited_for(
         assert busy.wait(10)
         with caplog.at_level(logging.WARNING):
             client = Client(server.address, server.token, 0)
-        watched = client._channel.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        watched = client.connection.channel.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
         assert watched == 1000 * server.service.membership.timeout > 0
         client.close()
         assert f"the server at {server.address} says nothing yet; still waiting" in caplog.text
@@ -70,7 +71,7 @@ def test_memory_that_is_gone_again_is_looked_for_until_there_is_another(
             return attach(*given)
 
         monkeypatch.setattr(SharedMemory, "attach", attach_at_last)
-        worker._channel.connection.shutdown(socket.SHUT_RDWR)
+        worker.connection.channel.connection.shutdown(socket.SHUT_RDWR)
         assert push(worker, 0, 0.5).version == 1 and left == [-1]
         worker.close()
     finally:
@@ -158,26 +159,38 @@ def test_an_introduction_is_answered_late_by_a_server_in_a_long_step(monkeypatch
         thread.join(10)
 
 
-def test_a_server_that_stays_away_is_lost_after_the_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fairseq_async.worker.connection.signs_of_life._PAUSE", 0.01)
+def test_a_server_that_stays_away_is_lost_after_the_patience(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lost, attempts = list[AsyncError](), list[bool]()
 
-    def show_life(again: bool) -> None:
+    def show_life(self: LastingConnection, again: bool) -> None:
         attempts.append(again)
         raise ExchangeError("away")
 
-    watched = SimpleNamespace(patience=0.1, lock=threading.RLock(), left=threading.Event(), loss="gone")
-    watched.wait_for_loss, watched.show_life = lambda: None, show_life
-    SignsOfLife(watched, lost.append).end()
-    assert [str(each) for each in lost] == ["gone"] and attempts[0] is False and all(attempts[1:]) and len(attempts) > 2
+    monkeypatch.setattr(lasting_connection, "_PAUSE", 0.01)
+    monkeypatch.setattr(lasting_connection, "_SIGNS_OF_LIFE", 1e6)
+    monkeypatch.setattr(LastingConnection, "show_life", show_life)
+    server = ThreadServer(1, tmp_path)
+    try:
+        client = Client(server.address, server.token, 0, 0.1, lost.append)
+        wait_until(lambda: bool(lost))
+        client.close()
+    finally:
+        server.stop()
+    assert [str(each) for each in lost] == [client.connection.loss] and "is gone" in client.connection.loss
+    assert attempts[0] is False and all(attempts[1:]) and len(attempts) > 2
 
 
 def test_signs_of_life_are_four_within_the_time_and_attempts_to_connect_at_most_five_seconds_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    waited, pauses = list[float](), list[float]()
-    channel = SimpleNamespace(timeout=60.0, is_closed=waited.append)
-    LastingConnection.wait_for_loss(SimpleNamespace(_channel=channel))  # type: ignore[arg-type]
+    left, waited, pauses = threading.Event(), list[float](), list[float]()
+
+    def wait_once(seconds: float) -> None:
+        waited.append(seconds)
+        left.set()
+
+    worker: Any = SimpleNamespace(left=left, channel=SimpleNamespace(timeout=60.0, is_closed=wait_once))
+    LastingConnection._stay_alive(worker, print)
     faked = SimpleNamespace(monotonic=lambda: 0.0, sleep=pauses.append)
     monkeypatch.setattr("fairseq_async.worker.connection.lasting_connection.time", faked)
 

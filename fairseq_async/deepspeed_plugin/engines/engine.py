@@ -3,8 +3,6 @@
 import atexit
 import logging
 import shutil
-import time
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,6 +11,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
+from fairseq_async.algorithms.rule import State
 from fairseq_async.deepspeed_plugin.compat import (
     count_step,
     refresh_masters,
@@ -32,6 +31,7 @@ from fairseq_async.method.spec import MethodSpec
 from fairseq_async.worker.changes import LoopWatch
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
+from fairseq_async.worker.loop import WorkerLoop
 from fairseq_async.worker.start.context import WorkerContext
 from fairseq_async.worker.start.process import errors_in_one_line
 
@@ -80,7 +80,7 @@ class AsyncEngine(DeepSpeedEngine):
         self.workers = context.workers
         self._state_at_end, self._has_left = run_dir.resolve() / _STATE_AT_END, False
         self._loss: Tensor | None = None
-        self._step_ended = 0.0
+        self.loop = WorkerLoop(async_worker, context)
         self._warned_of_end = self._warned_of_no_gradient = False
         self._trained = tensors.trainable(self)
         self._loop = LoopWatch(partial(tensors.watched, self), [each for _, each in self._trained])
@@ -112,7 +112,8 @@ class AsyncEngine(DeepSpeedEngine):
         self.join_run()
         if self.training and torch.is_grad_enabled() and not self.finished:
             self.async_worker.batches.note((inputs, kwargs))
-            self._step_ended = self._step_ended or time.perf_counter()
+            if not self.loop.began:
+                self.loop.begin_step()
             if self._loop.count_pass():
                 self._check_loop()
         return super().forward(*inputs, **kwargs)
@@ -322,15 +323,11 @@ class AsyncEngine(DeepSpeedEngine):
 
     def _exchange_first_parameters(self, server_state: Path | None) -> None:
         """Joins the run, brings parameters to a server that has none, then takes the server's parameters."""
-        welcome = self.async_worker.join(self.spec)
-        if not welcome.initialised:
-            with self._state_brought(server_state) as path:
-                welcome = self.async_worker.bring_parameters(path)
-        self.async_worker.begin(welcome)
+        self.loop.join(self.spec, lambda: server_state or self._state_brought(), self._state_at_end.parent)
 
-    def _state_brought(self, server_state: Path | None) -> AbstractContextManager[str | None]:
-        """Returns a context with the path of the state that a new server goes on from; here the one given, if any."""
-        return nullcontext(None if server_state is None else str(server_state))
+    def _state_brought(self) -> State | None:
+        """Returns the state that a new server goes on from, where no checkpoint has one; here none."""
+        return None
 
     def _set_learning_rates(self) -> None:
         """Sets the optimizer's learning rates to those of the run's progress."""
@@ -374,10 +371,6 @@ class AsyncEngine(DeepSpeedEngine):
             )
             self._warned_of_no_gradient = True
         self._skip_step()
-
-    def _sleep_if_slowed_down(self) -> None:
-        """Sleeps so that this step takes ``slowdown`` times as long, for experiments."""
-        time.sleep((self.context.slowdown - 1.0) * (time.perf_counter() - self._step_ended))
 
     def _log(self) -> None:
         """Writes figures of the last exchange to DeepSpeed's monitor, over samples as its other curves."""

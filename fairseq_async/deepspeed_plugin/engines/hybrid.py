@@ -1,11 +1,10 @@
 """DeepSpeed's engine as a worker of hybrid asynchronous SGD."""
 
-import time
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fairseq_async.algorithms.rule import State
 from fairseq_async.deepspeed_plugin import server
 from fairseq_async.deepspeed_plugin.compat import count_step
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
@@ -28,7 +27,6 @@ from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec
 from fairseq_async.server.plan import whole_steps
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
-from fairseq_async.worker.server_state import state_file
 from fairseq_async.worker.start.context import WorkerContext
 from fairseq_async.worker.start.process import errors_in_one_line
 
@@ -72,16 +70,13 @@ class HybridEngine(AsyncEngine):
         if server_state is None:
             check_brought(self.spec, [self.optimizer])
             count_steps_as_torch(self.optimizer)
-            self.async_worker.client.moments = checksum_of_moments(trainable(self), [self.optimizer])
+            self.async_worker.details.moments = checksum_of_moments(trainable(self), [self.optimizer])
         super()._join(server_state)
         self._moments = self.optimizer.state = StateInServer(dict)
 
-    def _state_brought(self, server_state: Path | None) -> AbstractContextManager[str | None]:
-        """As :meth:`AsyncEngine._state_brought`; without a state, that of the optimizer, if it has stepped before."""
-        if server_state is not None:
-            return super()._state_brought(server_state)
-        state = brought_state(self.spec, trainable(self), [self.optimizer], server.build)
-        return state_file(state, self._state_at_end.parent)
+    def _state_brought(self) -> State | None:
+        """Returns the state of the optimizer, if it has stepped before."""
+        return brought_state(self.spec, trainable(self), [self.optimizer], server.build)
 
     def _check_without_optimizer(self) -> None:
         """Ends the process with one line: the optimizer's state is the server's, as the parameters are."""
@@ -113,7 +108,7 @@ class HybridEngine(AsyncEngine):
         gradients = step_gradients(trainable(self))
         if not gradients:
             return self._skip_without_gradient()
-        self._sleep_if_slowed_down()
+        self.loop.slowed_down()
         self.async_worker.write_ahead()  # while the norm is measured
         norm, loss = l2_norm(gradients), None if self._loss is None else float(self._loss)
         refused = self.async_worker.refusals.total
@@ -123,7 +118,7 @@ class HybridEngine(AsyncEngine):
         self.zero_grad()
         self.skipped_steps += not applied
         count_step(self, applied)
-        self._step_ended = time.perf_counter()
+        self.loop.begin_step()
         self._log()
 
     def _check_rates(self) -> None:

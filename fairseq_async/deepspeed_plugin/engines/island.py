@@ -15,6 +15,7 @@ from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Layout, Push, PushReply, Welcome, WorkReply
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.compressor import Compressor
+from fairseq_async.worker.connection.server_connection import JoinDetails
 from fairseq_async.worker.start.context import WorkerContext
 
 _Answer = TypeVar("_Answer")
@@ -34,7 +35,7 @@ class _SlotLocation(NamedTuple):
 
 
 class IslandClient:
-    """A :class:`Client` for all ranks of an island: rank 0 has the connection and broadcasts the answers.
+    """A :class:`ServerConnection` for all ranks of an island: rank 0 has the connection and broadcasts the answers.
 
     The ranks share the worker's slot, into which each writes its own part.
 
@@ -49,24 +50,23 @@ class IslandClient:
     """
 
     def __init__(self, client: Client | None, context: WorkerContext) -> None:
-        self.client, self.context, self.worker = client, context, context.worker
+        self.client, self.worker, self.workers = client, context.worker, context.workers
         self._size = 0
         self._slot: Tensor | None = None
         self._location: _SlotLocation | None = None
 
-    def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
-        """See :meth:`Client.join`."""
+    def join(self, layout: Layout, spec: MethodSpec, details: JoinDetails) -> Welcome:
         self._size = layout.size
-        return self._broadcast_answer(lambda client: client.join(layout, spec), Welcome)
+        return self._broadcast_answer(lambda client: client.join(layout, spec, details), Welcome)
 
     def initialise(self, state: str | None, from_checkpoint: bool = False) -> Welcome:
-        """See :meth:`Client.initialise`; each rank has written its part of the parameters before."""
+        """Each rank has written its part of the parameters before."""
         self._barrier()  # all parts are in the slot before rank 0 says so
         return self._broadcast_answer(lambda client: client.initialise(state, from_checkpoint), Welcome)
 
     def push(self, write: Callable[[Tensor], object], push: Push) -> PushReply:
-        """See :meth:`Client.push`; ``write`` writes this rank's part."""
-        with nullcontext() if self.client is None else self.client.hold_slot():
+        """``write`` writes this rank's part."""
+        with nullcontext() if self.client is None else self.client.connection.lock:
             # The slot's location first: it is another one if the server has come back since the last exchange. Rank 0
             # holds the slot until the push, since its background thread may reconnect, too.
             self._broadcast_answer(lambda client: None, type(None))
@@ -74,15 +74,25 @@ class IslandClient:
             self._barrier()  # all parts are in the slot before rank 0 pushes
             return self._broadcast_answer(lambda client: client.push(lambda slot: None, push), PushReply)
 
-    def pull(self, copy: Callable[[Tensor], object], starts: bool = False) -> int:
-        """See :meth:`Client.pull`; every rank copies from the slot."""
-        version = self._broadcast_answer(lambda client: client.pull(lambda flat: None, starts=starts), int)
+    def prepare(self, write: Callable[[Tensor], object]) -> None:
+        """``write`` writes this rank's part."""
+        write(self.slot)
+
+    def pull(
+        self,
+        copy: Callable[[Tensor], object],
+        look_ahead: float = 0.0,
+        starts: bool = False,
+        fragment_of: int | None = None,
+    ) -> int:
+        """Every rank copies from the slot."""
+        wanted = look_ahead, starts, fragment_of
+        version = self._broadcast_answer(lambda client: client.pull(lambda flat: None, *wanted), int)
         copy(self.slot)
         self._barrier()  # nobody writes before all have read
         return version
 
     def wait_for_work(self, for_end: bool = False) -> WorkReply:
-        """See :meth:`Client.wait_for_work`."""
         return self._broadcast_answer(lambda client: client.wait_for_work(for_end), WorkReply)
 
     def on_any_rank(self, flag: bool) -> bool:
@@ -92,7 +102,6 @@ class IslandClient:
         return bool(flags.item())
 
     def save_state(self, path: str) -> int:
-        """See :meth:`Client.save_state`."""
         return self._broadcast_answer(lambda client: client.save_state(path), int)
 
     def leave(self, finished: bool) -> None:
@@ -101,13 +110,13 @@ class IslandClient:
             self.client.leave(finished)
 
     def close(self) -> None:
-        """See :meth:`Client.close`; no collective call either."""
+        """No collective call either."""
         if self.client is not None:
             self.client.close()
 
     @property
     def compressor(self) -> Compressor | None:
-        """See :attr:`Client.compressor`: rank 0 encodes what all ranks have written into the slot."""
+        """Rank 0's, which encodes what all ranks have written into the slot."""
         return None if self.client is None else self.client.compressor
 
     @property
@@ -125,7 +134,7 @@ class IslandClient:
 
     @property
     def exchanged(self) -> dict[str, Tensor]:
-        """See :attr:`Client.exchanged`: the ranks of an island read and write the slot alone."""
+        """The ranks of an island read and write the slot alone."""
         return {"slot": self.slot}
 
     def _attach_slot(self, location: _SlotLocation) -> None:
@@ -177,9 +186,10 @@ def _adapter(kind: type[_Answer]) -> TypeAdapter[tuple[_Answer, _SlotLocation]]:
 
 def _share_slot(client: Client, size: int) -> _SlotLocation:
     """Returns where the other ranks find the slot; a slot that goes over the network first moves to shared memory."""
-    if client.memory is None:
-        client.use(SharedMemory.create(size, 1, publishes=False))
-        assert client.memory is not None
-        client.memory.allocate_slot(0)
-    memory, slot = client.memory, 0 if client.remote else client.worker
+    memory = client.memory.shared
+    if memory is None:
+        memory = SharedMemory.create(size, 1, publishes=False)
+        client.share(memory)
+        memory.allocate_slot(0)
+    slot = 0 if client.memory.remote else client.worker
     return _SlotLocation(memory.path, memory.inode, memory.workers, memory.publishes, slot)

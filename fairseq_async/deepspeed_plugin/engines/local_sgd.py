@@ -1,6 +1,5 @@
 """DeepSpeed's engine as a worker of local SGD."""
 
-import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,7 +11,6 @@ from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import fail
 from fairseq_async.method.spec import MethodSpec
-from fairseq_async.worker.async_worker import left_out_steps
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.start.context import WorkerContext
@@ -38,7 +36,6 @@ class LocalEngine(AsyncEngine):
             ConfigurationError: the learning-rate schedule cannot follow the run.
         """
         super().set_up(async_worker, spec, context, run_dir)
-        self._left_out = left_out_steps(self.worker)
         self._lacks_gradient = False
         self._unstepped = tensors.unstepped(self)
         check_overflow_always(self.optimizer)
@@ -77,7 +74,7 @@ class LocalEngine(AsyncEngine):
         if self.global_steps > before:  # not after each of several micro-batches
             if not (self.finished or self._lacks_gradient):
                 self._end_step()
-            self._step_ended = time.perf_counter()
+            self.loop.begin_step()
 
     def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
         """Steps the optimizer if the gradient is finite and the run is not over; else skips the step."""
@@ -100,10 +97,9 @@ class LocalEngine(AsyncEngine):
     @errors_in_one_line()
     def _end_step(self) -> None:
         """Counts a step that was taken, and exchanges with the server if it was the last of its round."""
-        self._sleep_if_slowed_down()
-        skipped = not self.was_step_applied()
+        seconds, skipped = self.loop.slowed_down(), not self.was_step_applied()
         if not may_overflow(self):
-            self._left_out.count(self._left_out.total + skipped)
-        if not skipped and self.async_worker.step(time.perf_counter() - self._step_ended, self._loss):
+            self.loop.count_left_out(skipped)
+        if not skipped and self.async_worker.step(seconds, self._loss):
             self._log()
         self._set_learning_rates()

@@ -87,11 +87,6 @@ class Compressor:
         self._second_thread = ThreadPoolExecutor(1, thread_name_prefix="residual")  # the thread starts at its first use
 
     @property
-    def keeps_residual(self) -> bool:
-        """Whether later updates depend on whether the server has taken an earlier one."""
-        return self._parts[0].feedback is not None
-
-    @property
     def _part(self) -> _Part:
         """The part of the update that is being sent, or, between two updates, of the next one."""
         return in_turn(self._parts, self._sequence)
@@ -104,7 +99,10 @@ class Compressor:
         """
         self._wait()
         self._sequence = push.sequence
-        report = replace(push.report, residual_norm=self._residual_norm())
+        norm = (
+            math.hypot(*(part.residual_norm for part in self._parts)) if self._parts[0].feedback is not None else None
+        )
+        report = replace(push.report, residual_norm=norm)
         try:
             seed, without = zlib.crc32(f"{self._prefix}{push.sequence}".encode()), self._without(push)
             payload = self._part.encode(update, push.weight, seed, without)
@@ -167,6 +165,3 @@ class Compressor:
         for part, own in zip(self._parts, state["parts"], strict=True):
             part.load_state_dict(own, same_codec=state.get("codec") == self._codec)
         return True
-
-    def _residual_norm(self) -> float | None:
-        return math.hypot(*(part.residual_norm for part in self._parts)) if self.keeps_residual else None

@@ -6,33 +6,28 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from fairseq_async import protocol
 from fairseq_async.errors import AsyncError, ExchangeError, ProtocolError, RefusedError, option
-from fairseq_async.exchange import SharedMemory
 from fairseq_async.exchange.tls import worker_context
-from fairseq_async.method.spec import MethodSpec
-from fairseq_async.options.addresses import LOOPBACK
-from fairseq_async.protocol import Layout, Push, PushReply, Request, Welcome
+from fairseq_async.protocol import Hello, Request, Welcome
 from fairseq_async.protocol.client_connection import CONNECT_SECONDS, Connection, Endpoint
-from fairseq_async.worker.connection.receiver import ParameterReceiver
 from fairseq_async.worker.connection.shard_lines import ShardLines
-from fairseq_async.worker.connection.signs_of_life import SignsOfLife
 
 logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 _Met = TypeVar("_Met", Connection, Welcome)
 
+GONE = "the server at {} is gone; the run continues from its last checkpoint when started again"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds between two attempts to connect
 _SIGNS_OF_LIFE = 4  # signs of life within the time after which the server gives a worker up
+_PAUSE = 0.5  # seconds between two attempts to connect while the worker computes
+_ENDING = 2.0  # seconds to wait for the end of the thread that shows life
 
 
 def never() -> bool:
@@ -42,9 +37,6 @@ def never() -> bool:
 
 class LastingConnection:
     """Connects one worker to the server of its run, and again when the connection breaks or the server dies.
-
-    At the address 127.0.0.1 the server is on the same machine, and tensors go through shared memory; to any other
-    address they go behind the messages.
 
     Every method raises :class:`ExchangeError` when the server stays away and :class:`RefusedError` when the server
     refuses the request.
@@ -56,14 +48,18 @@ class LastingConnection:
         on_loss: called in a second thread, with the reason, when the server stays away while this worker computes.
         tls: directory of certificates, if the server's connections are encrypted; None for plain connections.
         hopeless: returns whether the server will not come, so that it is not waited for.
+        gone: the message for the case that the server stays away; ``{}`` stands for its address.
 
     Attributes:
         worker: this worker's id.
         workers: number of workers that were announced.
-        untrained: checksum of the model's parameters that are not trained; to be set before :meth:`join`.
-        moments: checksum of the moments that this worker's optimizers have from steps before the run; likewise.
-        any_length: whether the run's number of steps is worker 0's, if this worker's is another; likewise.
-        by_script: whether the script divides the data, and the same first batch of two is an error; likewise.
+        channel: the connection as it is now.
+        lines: those to shards on other machines; None where there are none.
+        restored_version: version at which a server that was started again continues; None once this worker has pulled
+            from it.
+        initialised: whether the server has parameters.
+        lock: guards the connection and the slot; held for a request and its answer, or for a sign of life.
+        left: set when the worker has ended the connection.
     """
 
     def __init__(
@@ -75,105 +71,49 @@ class LastingConnection:
         on_loss: Callable[[AsyncError], None] | None = None,
         tls: Path | None = None,
         hopeless: Callable[[], bool] = never,
+        gone: str = GONE,
     ) -> None:
-        self.address, self.patience, self._hopeless = address, patience, hopeless
-        self.remote = address.rpartition(":")[0] != LOOPBACK
-        self.memory: SharedMemory | None = None
-        self.untrained = self.moments = ""
-        self.any_length = self.by_script = False
+        self.address, self.patience, self._hopeless, self._gone = address, patience, hopeless, gone
         encryption = None if tls is None else worker_context(tls)
-        self._instance = uuid.uuid4().hex
-        self._endpoint = Endpoint(address, token, joins=worker is None, instance=self._instance, encryption=encryption)
-        self._slot: Tensor | None = None
-        self._joined_with: tuple[Layout, MethodSpec] | None = None
+        self.endpoint = Endpoint(address, token, joins=worker is None, instance=uuid.uuid4().hex, encryption=encryption)
+        self._joined: tuple[Hello, Callable[[Welcome], object]] | None = None
         self.left = threading.Event()
-        self._initialised = False  # whether the server has parameters
-        self._state_path = ""  # the file in which worker 0 may give the server a whole state
-        self._receiver: ParameterReceiver
-        self._lines: ShardLines | None = None  # to shards on other machines; None where there are none
-        # version at which a server that was started again continues; None once this worker has pulled from it
-        self._restored_version: int | None = None
-        # guards connection and slot; held for a request and its answer, or for a sign of life
+        self.initialised = False
+        self.lines: ShardLines | None = None
+        self.restored_version: int | None = None
         self.lock = threading.RLock()
-        self._channel = self._try_again(partial(self._connect, worker))
-        self.worker, self.workers = self._channel.worker, self._channel.workers
-        self._server = self._channel.server  # the process with which this worker has joined
-        self._signs_of_life = None if on_loss is None else SignsOfLife(self, on_loss)
+        self.channel = self._try_again(partial(Connection, self.endpoint, worker))
+        self.worker, self.workers = self.channel.worker, self.channel.workers
+        self._server = self.channel.server  # the process with which this worker has joined
+        self._showing_life: threading.Thread | None = None
+        if on_loss is not None:
+            self._showing_life = threading.Thread(target=self._stay_alive, args=(on_loss,), daemon=True)
+            self._showing_life.start()
 
-    def join(self, layout: Layout, spec: MethodSpec) -> Welcome:
-        """Introduces the worker; waits until the server has parameters, unless this is worker 0, which brings them."""
-        self._receiver = ParameterReceiver(spec, layout)
-        if spec.server.hosts:
-            self._lines = ShardLines(self._endpoint, self.worker, spec, layout)
-        self._joined_with = layout, spec  # last: from now on the second thread may join again
+    def join(self, hello: Hello, welcomed: Callable[[Welcome], object]) -> Welcome:
+        """Sends the message, now and to each server that comes back; ``welcomed`` is called with each answer."""
+        self._joined = hello, welcomed  # last: from now on the second thread may join again
         with self.lock:
             try:
-                return self._hello()
+                return self.greet()
             except ExchangeError as error:
-                return self._reconnect(error)
+                return self.reconnect(error)
 
-    # The slot
-
-    def use(self, memory: SharedMemory) -> None:
-        """Places the slot, where the server is remote, in memory that other processes of this machine can open."""
-        self.memory = memory
-        self._slot = memory.slot(0)
-        self._receiver.open(self._channel, self._sent)
-
-    def hold_slot(self) -> AbstractContextManager[object]:
-        """A context in which the slot stays where it is, although a server that comes back has another one."""
-        return self.lock
-
-    @property
-    def slot(self) -> Tensor:
-        """The flat tensor through which worker and server exchange: holds the update for a push, and the parameters
-        after a pull where the server publishes none in shared memory."""
-        if self._slot is None:
-            raise ExchangeError("this worker has not joined the run")
-        return self._slot
-
-    @property
-    def exchanged(self) -> dict[str, Tensor]:
-        """The flat vectors through which worker and server exchange, by name: the slot, and published parameters."""
-        published = {} if self.memory is None or not self.memory.publishes else {"published": self.memory.published}
-        return {"slot": self.slot} | published
-
-    @property
-    def _sent(self) -> Tensor | None:
-        """The slot, to send behind a message, where the server is remote; None where the slot is shared memory."""
-        return self._slot if self.remote else None
-
-    # Requests
-
-    def _ask(
+    def ask(
         self, request: Request, expected: type[_Answer], tensor: Callable[[], Tensor | None] = lambda: None
     ) -> _Answer:
         """Sends one request and waits for its answer; ``tensor`` is called at each attempt for the tensor behind it."""
+        return self.repeat(lambda: self.channel.send(protocol.encode(request), tensor()), expected)
+
+    def repeat(self, send: Callable[[], object], expected: type[_Answer]) -> _Answer:
+        """Calls ``send`` and waits for the answer, again where the connection breaks."""
         with self.lock:
             while True:
                 try:
-                    self._send(protocol.encode(self._rebased(request)), tensor(), request)
-                    return self._outdated(self._channel.answer(expected))
+                    send()
+                    return self.channel.answer(expected)
                 except ExchangeError as error:
-                    self._reconnect(error)
-
-    def _send(self, body: bytes, tensor: Tensor | None, request: Request) -> None:
-        if self._lines is not None and isinstance(request, Push):
-            self._lines.send(request.sequence, self.slot, self._channel, body, tensor)
-        else:
-            self._channel.send(body, tensor)
-
-    def _rebased(self, request: Request) -> Request:
-        """Lowers a push's base version to that of a server that came back, which may be at an earlier version."""
-        if self._restored_version is None or not isinstance(request, Push):
-            return request
-        return replace(request, base_version=min(request.base_version, self._restored_version))
-
-    def _outdated(self, answer: _Answer) -> _Answer:
-        """Makes the worker pull after the server came back, whose version n is not the version n of this worker."""
-        if self._restored_version is None or not isinstance(answer, PushReply):
-            return answer
-        return replace(answer, version=-1)
+                    self.reconnect(error)
 
     def leave(self, finished: bool) -> None:
         """Ends the connection, once; ``finished`` ends the run for every worker."""
@@ -182,20 +122,14 @@ class LastingConnection:
         self.left.set()
         with self.lock:
             try:
-                self._channel.send(protocol.encode(protocol.Leave(finished)))
-                if self._channel.is_readable(CONNECT_SECONDS):  # a server that is stuck holds nobody back
-                    self._channel.receive()
+                self.channel.send(protocol.encode(protocol.Leave(finished)))
+                if self.channel.is_readable(CONNECT_SECONDS):  # a server that is stuck holds nobody back
+                    self.channel.receive()
             except ExchangeError:
                 pass  # the server had ended before this worker
             finally:
                 self._close_connections()
         self._end()
-
-    def _end(self) -> None:
-        if self._signs_of_life is not None:
-            self._signs_of_life.end()
-        if self.memory is not None:
-            self.memory.close()  # a process that lives on would keep the memory of a server that has ended
 
     def close(self) -> None:
         """Closes the connection without a message: to the server, this worker has died and may come back."""
@@ -204,48 +138,39 @@ class LastingConnection:
             self._close_connections()
         self._end()
 
+    def _end(self) -> None:
+        """Waits for the end of the thread that shows life.
+
+        Hazard: the end of the thread may free the slot. If Python exits meanwhile, the thread is unwound through torch,
+        which aborts the process: a worker that has done its work would seem to have failed.
+        """
+        if self._showing_life not in (None, threading.current_thread()):
+            self._showing_life.join(_ENDING)
+
     def _close_connections(self) -> None:
-        self._channel.close()
-        if self._lines is not None:
-            self._lines.close()
+        self.channel.close()
+        if self.lines is not None:
+            self.lines.close()
 
-    # The connection
-
-    def _connect(self, worker: int | None) -> Connection:
-        return Connection(self._endpoint, worker)
-
-    def _hello(self) -> Welcome:
-        assert self._joined_with is not None
-        layout, spec = self._joined_with
-        hello = protocol.Hello(spec, layout, self.remote, self.untrained, self.any_length, self.by_script)
-        self._channel.send(protocol.encode(hello))
-        welcome = self._channel.answer(Welcome)
-        self._channel.give_up_after(spec.server.worker_timeout)
-        self._initialised, self._state_path = welcome.initialised, welcome.state_path
-        before = self._slot
-        if self.remote:
-            if before is None:
-                self._slot = torch.zeros(layout.size, dtype=torch.float32, device="cpu")
-        else:
-            shape, old = (layout.size, welcome.slots, welcome.publishes), self.memory
-            self.memory = SharedMemory.attach(welcome.memory, *shape)
-            if old is not None:
-                old.close()
-            slot = self.memory.slot(self.worker)
-            if before is not None and before.data_ptr() != slot.data_ptr():
-                slot.copy_(before)  # the dead server's slot: an update, or the start of the local steps
-            self._slot = slot  # only now: another thread may look at it without the lock
-        self._receiver.open(self._channel, self._sent)
+    def greet(self) -> Welcome:
+        """Sends the first message that a server gets from this worker."""
+        assert self._joined is not None
+        hello, welcomed = self._joined
+        self.channel.send(protocol.encode(hello))
+        welcome = self.channel.answer(Welcome)
+        self.channel.give_up_after(hello.spec.server.worker_timeout)
+        self.initialised = welcome.initialised
+        welcomed(welcome)
         return welcome
 
-    def _reconnect(self, error: ExchangeError) -> Welcome:
+    def reconnect(self, error: ExchangeError) -> Welcome:
         """Connects and joins again, for as long as patience allows.
 
         Raises:
             ExchangeError: the server stays away.
             RefusedError: the server does not take this worker any more.
         """
-        if self._joined_with is None or self.left.is_set():
+        if self._joined is None or self.left.is_set():
             raise error
         if self.patience > 0:
             try:
@@ -281,44 +206,59 @@ class LastingConnection:
 
     def _connect_again(self) -> Welcome:
         self._close_connections()
-        self._channel = self._connect(self.worker)
-        begun = self._initialised
-        welcome = self._hello()
+        self.channel = Connection(self.endpoint, self.worker)
+        begun = self.initialised
+        welcome = self.greet()
         if begun and not welcome.initialised:
             raise RefusedError(f"the server at {self.address} came back without the run's state, see server.log")
-        if self._lines is not None and welcome.initialised:  # here, and not at the next request, for pauses between
-            self._lines.connect()  # the attempts
-        if self._channel.server != self._server:
-            self._server, self._restored_version = self._channel.server, welcome.version
+        if self.lines is not None and welcome.initialised:  # here, and not at the next request, for pauses between
+            self.lines.connect()  # the attempts
+        if self.channel.server != self._server:
+            self._server, self.restored_version = self.channel.server, welcome.version
         return welcome
-
-    def _is_gone(self, memory: SharedMemory) -> bool:
-        """Whether the server of this memory has ended, or another server has replaced it."""
-        return memory is not self.memory or self._channel.is_closed()
 
     @property
     def loss(self) -> str:
         """The message for the case that the server stays away, or a shard on another machine."""
-        if self._lines is not None and self._lines.missing:
+        if self.lines is not None and self.lines.missing:
             return (
-                f"the server at {self.address} is there, and its shard at {self._lines.missing} "
+                f"the server at {self.address} is there, and its shard at {self.lines.missing} "
                 f"({option('shard_hosts')}) cannot be reached from this machine"
             )
-        return f"the server at {self.address} is gone; the run continues from its last checkpoint when started again"
+        return self._gone.format(self.address)
 
-    # Signs of life, from another thread
+    # Signs of life, from a second thread while this worker computes
+    #
+    # Hazard: two threads use the connection. Each holds the lock for a request with its answer. This thread skips its
+    # turn when the lock is taken, since the other thread's request is a sign of life.
 
-    def wait_for_loss(self) -> None:
-        """Returns when the connection is lost, or the next sign of life is due."""
-        self._channel.is_closed(self._channel.timeout / _SIGNS_OF_LIFE)
+    def _stay_alive(self, on_loss: Callable[[AsyncError], None]) -> None:
+        lost_at = None
+        while not self.left.is_set():
+            if lost_at is None:  # wait until the connection is lost, or the next sign is due
+                self.channel.is_closed(self.channel.timeout / _SIGNS_OF_LIFE)
+            if self.left.wait(_PAUSE) or not self.lock.acquire(blocking=False):
+                lost_at = None  # the other thread's request is a sign of life, or that thread connects again itself
+                continue
+            try:
+                self.show_life(lost_at is not None)
+                lost_at = None
+            except RefusedError as error:
+                return on_loss(error)
+            except ExchangeError:
+                lost_at = lost_at or time.monotonic()
+            finally:
+                self.lock.release()
+            if lost_at is not None and time.monotonic() - lost_at > self.patience and not self.left.is_set():
+                return on_loss(ExchangeError(self.loss))
 
     def show_life(self, lost: bool) -> None:
         """Tells the server that this worker computes; connects again where the connection was ``lost``."""
-        if self._joined_with is None:
+        if self._joined is None:
             return
         if lost:
             self._connect_again()
-        elif self._channel.is_closed():
+        elif self.channel.is_closed():
             raise ExchangeError(self.loss)
         else:
-            self._channel.send(protocol.encode(protocol.Alive()))
+            self.channel.send(protocol.encode(protocol.Alive()))

@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from pydantic import JsonValue
+from typing import NamedTuple
 
 from fairseq_async.environment import HOST, JOINS, MEETING, RENDEZVOUS, SERVER, SLOWDOWN, TLS, TOKEN, WORKER, WORKERS
 from fairseq_async.errors import AsyncError, ConfigurationError, ExchangeError, RefusedError, option
@@ -26,7 +24,7 @@ from fairseq_async.worker.start.meeting import Meeting, MeetingPlace, wait_until
 from fairseq_async.worker.start.process import end_own_servers, own
 from fairseq_async.worker.start.rendezvous import Rendezvous, ServerRequest
 from fairseq_async.worker.start.server_process import ServerProcess, say
-from fairseq_async.worker.start.store import PATIENCE, STARTED_AGAIN, ask, open_store, tell
+from fairseq_async.worker.start.store import PATIENCE, STARTED_AGAIN, ask, tell
 
 _RESTARTS = 3  # how often a server without a launcher is started again
 
@@ -189,9 +187,10 @@ class WorkerContext:
             host, port = split_address(given) if given else (LOOPBACK, 0)
             process = self._start_server(module, options, (host, port), token, run_dir, resumes)
             if self.has_store:
-                self.tell("server", [process.address, str(process.token_file.resolve())])
+                tell(self.global_rank, "server", [process.address, str(process.token_file.resolve())])
             return FoundServer(process.address, process.token, process)
-        address, path = self.ask("server", f"worker 0 did not start a server within {PATIENCE.seconds} s")
+        late = f"worker 0 did not start a server within {PATIENCE.seconds} s"
+        address, path = ask(self.global_rank, "server", late)
         return FoundServer(address, token or read_token(Path(path)))
 
     def _ask_launcher(self, module: str, options: ServerOptions, run_dir: Path) -> str:
@@ -273,23 +272,6 @@ class WorkerContext:
     def global_rank(self) -> int:
         """Rank of this process among the ranks of all workers."""
         return self.worker * self.island_size + self.rank
-
-    def open_store(self) -> None:
-        """Connects to the launcher's store, which must happen before its address in the environment is changed."""
-        if self.has_store:
-            open_store(self.global_rank)
-
-    def tell(self, name: str, value: JsonValue) -> None:
-        """Stores a value for the other ranks."""
-        tell(self.global_rank, name, value)
-
-    def ask(self, name: str, otherwise: str) -> Any:
-        """Waits for the value that another rank stores under this name.
-
-        Raises:
-            ExchangeError: it did not come; ``otherwise`` is the message.
-        """
-        return ask(self.global_rank, name, otherwise)
 
 
 def check_guard() -> None:
