@@ -28,6 +28,7 @@ def test_it_steps_on_every_nth_update_with_the_mean_weighted_by_tokens() -> None
     assert torch.equal(parameters, torch.zeros(3))
     assert rule.apply(parameters, update([5.0, 4.0, 2.0], weight=10)) is True
     assert torch.allclose(parameters, -torch.tensor([2.0, 1.0, 2.0]))
+    assert rule.state_dict()["mean"] is None, "which takes room"
 
 
 def test_one_update_per_step_gives_the_optimizer_the_gradient_unchanged_to_the_bit() -> None:

@@ -241,6 +241,9 @@ def test_the_short_step_at_the_end_of_an_epoch_counts_for_what_it_has() -> None:
         train(model, adascale, task(2, seed=5), 4)
     assert adascale.gain == pytest.approx(expected.update(local, mean), rel=1e-4)
     assert adascale.gain <= 2
+    adascale.interval = 3
+    train(model, adascale, task(4), 4)
+    assert adascale.gains.whole.scale == 4, "also where no norms are taken"
 
 
 def test_norms_may_be_taken_in_every_third_step_only() -> None:

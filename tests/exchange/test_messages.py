@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fairseq_async.errors import ExchangeError
 from fairseq_async.exchange import Channel, tls
+from fairseq_async.exchange.authentication import read_token, write_token
 from fairseq_async.launch import certificates
 from tests.helpers.waiting import wait_until
 
@@ -167,3 +168,9 @@ def test_an_encrypted_connection_loses_nothing_that_was_decrypted_early(tmp_path
     assert torch.equal(server.room, updates[1])
     worker.close()
     server.close()
+
+
+def test_a_token_takes_the_place_of_one_before_and_nobody_else_can_read_it(tmp_path: Path) -> None:
+    for token in ("a" * 32, "b" * 16):
+        write_token(tmp_path / ".token", token)
+        assert read_token(tmp_path / ".token") == token and (tmp_path / ".token").stat().st_mode & 0o777 == 0o600

@@ -98,14 +98,14 @@ def test_the_time_for_which_an_interrupted_run_stood_still_is_no_time_of_the_run
 
 
 def test_a_merge_with_the_global_parameters_is_no_step_of_the_server(tmp_path: Path) -> None:
-    """Two updates a step: after the first step the region merges, which makes version 2."""
+    """Two updates a step, from version 5 on: after the first the region merges, which makes version 7."""
     run = write_run(tmp_path / "run", updates=4, tokens=10.0)
     events = [json.loads(line) for line in (run / "events.jsonl").open()]
-    made = [{"version_after": 0}, {"version_after": 1}, {"version_after": 2, "merged": [2]}, {"version_after": 3}]
-    lines = (json.dumps(event | {"base_version": 0} | own) + "\n" for event, own in zip(events, made, strict=True))
+    made = [{"version_after": 5}, {"version_after": 6}, {"version_after": 7, "merged": [7]}, {"version_after": 8}]
+    lines = (json.dumps(event | {"base_version": 5} | own) + "\n" for event, own in zip(events, made, strict=True))
     (run / "events.jsonl").write_text("".join(lines))
     (found,) = load([run])
-    assert found.step_sizes == [2, 2] and found.steps == 2
+    assert found.step_sizes == [2, 2] and found.steps == 7
 
 
 def test_weights_are_called_tokens_where_they_count_tokens_alone(tmp_path: Path) -> None:
