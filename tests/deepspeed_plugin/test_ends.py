@@ -45,7 +45,8 @@ def test_after_end_all_workers_have_the_model_with_all_steps(
     if what == "hybrid":
         request.getfixturevalue("executed")
     code, output = run(what, slowdown)
-    assert code == 0 and "began with the same batch" not in output and "warning" not in output, output
+    assert code == 0 and "began with the same batch" not in output, output
+    assert " warning: " not in output, output  # Python's own, of a fork, is a RuntimeWarning
     (steps, model), other = (json.loads((tmp_path / f"worker-{worker}.json").read_text()) for worker in (0, 1))
     assert steps == 8 and other == [steps, model]
     taken = [sum(e.get("local_steps", 1) for e in events(tmp_path) if e["worker"] == worker) for worker in (0, 1)]
