@@ -157,14 +157,14 @@ def test_an_encrypted_connection_loses_nothing_that_was_decrypted_early(tmp_path
         struct.pack("!IQ", 6, 4 * LARGE) + b"update" + each.view(torch.uint8).numpy().tobytes() for each in updates
     ]
     both, half = bodies[0] + bodies[1], len(bodies[0]) + 5000
+    got = []
     for part in (both[:5000], both[5000:half], both[half:]):
         sending = threading.Thread(target=worker.connection.sendall, args=(part,))
         sending.start()
-        got = []
         while sending.is_alive():
             got += server.messages()
         sending.join(10)
-    wait_until(lambda: bool(got.extend(server.messages()) or got))  # type: ignore[func-returns-value]
+    wait_until(lambda: len(got) == 2 or bool(got.extend(server.messages())))  # type: ignore[func-returns-value]
     assert torch.equal(server.room, updates[1])
     worker.close()
     server.close()
