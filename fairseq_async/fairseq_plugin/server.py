@@ -16,7 +16,7 @@ from fairseq_async.fairseq_plugin.compat.optimizers import FusedAdam, component_
 from fairseq_async.method.option_flags import check_inner_optimizer
 from fairseq_async.method.spec import JsonObject, MethodSpec, hybrid_options
 from fairseq_async.protocol.layout import Layout
-from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule, accumulation
+from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.plan import EpochPlan
 
 
@@ -69,10 +69,11 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Schedul
             optimizer._optimizer = FusedAdam(optimizer.params, **optimizer.optimizer_config)
         schedule = build_lr_scheduler(component_config(scheduler, "lr_scheduler"), optimizer)
     clip_norm, elementwise = float(str(spec.framework["clip_norm"])), bool(optimizer.supports_flat_params)
-    rule = accumulation(hybrid_options(spec), spec.workers, optimizer.optimizer, clip_norm, views, elementwise)
+    rest = {"clip_norm": clip_norm, "tensors": views, "elementwise": elementwise}
+    options, own = hybrid_options(spec), FairseqSchedule(optimizer, schedule)
     with _fairseqs_errors(inner, scheduler):
-        scheduled = ScheduledRule(rule, FairseqSchedule(optimizer, schedule))
-    return scheduled, EpochPlan(scheduled, spec.max_epoch, spec.whole_steps)
+        rule = ScheduledRule.of(options, spec.workers, optimizer.optimizer, own, **rest)
+    return rule, EpochPlan(rule, spec.max_epoch, spec.whole_steps)
 
 
 def _check_scheduler(name: str) -> None:

@@ -28,8 +28,8 @@ from fairseq_async.server import compressed_starts as starts
 from fairseq_async.server.compressed_changes import CompressedChanges
 from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.membership import Membership
-from fairseq_async.server.parameter_server import OPEN
 from fairseq_async.server.plan import Plan
+from fairseq_async.server.rounds.waiting import OPEN
 from fairseq_async.server.shards.build import build_sharded, close_shards, shared_copy, shared_zeros
 
 

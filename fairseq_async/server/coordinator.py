@@ -1,6 +1,5 @@
 """Decides on updates, and which worker waits for which: for the server process, the simulator and the replay."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import Tensor
@@ -13,13 +12,13 @@ from fairseq_async.protocol import SETTLED, Receipt, Report, ScheduleEvent, Stat
 from fairseq_async.records.settled import ControlEvent, Settled
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Instruction, Outcome
-from fairseq_async.server.parameter_server import OPEN, ParameterServer
+from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.rounds.grace import GracePeriod
 from fairseq_async.server.rounds.look_ahead import NOTHING_MEASURED, LookAhead
 from fairseq_async.server.rounds.near_arrivals import NearArrivals
 from fairseq_async.server.rounds.quorum import Quorum
-from fairseq_async.server.rounds.waiting import Waiting
+from fairseq_async.server.rounds.waiting import OPEN, Waiting
 from fairseq_async.server.shards.divided_server import DividedServer
 from fairseq_async.server.shards.rule import ShardedRule
 
@@ -84,12 +83,9 @@ class Coordinator:
         receipt = self.server.push(update, norm)
         self._pending[update.worker] = report
         if receipt.status is not Status.HELD:
-            return self._settle([receipt], now)
-        if self.server.held:
-            self.held_since[receipt.worker] = now
-            if not self._continues(receipt.worker, now):
-                self._complete_round()
-        return self._settle(self.server.released(), now)
+            return self._go_on(now, [receipt])
+        self.held_since[receipt.worker] = now
+        return self._go_on(now, self._complete_round(now, receipt.worker))
 
     def hold(self, update: Update, report: Report, since: float, version: int) -> None:
         """Holds again an update that was held when a simulation was stopped; it had arrived at this version."""
@@ -99,8 +95,7 @@ class Coordinator:
 
     def close_round(self, now: float) -> Outcome:
         """Applies the held updates without waiting for others."""
-        self._complete_round()
-        return self._settle(self.server.released(), now)
+        return self._go_on(now, self._apply_round())
 
     def instruct(self, worker: int, receipt: Receipt | None, now: float) -> Instruction:
         """Returns the answer to a worker, with its next work; the work begins now."""
@@ -133,7 +128,7 @@ class Coordinator:
     def wait(self, worker: int, now: float, for_end: bool = False) -> Outcome:
         """Notes that a worker has nothing to do, and waits for work, or, after its last step, for the run's end."""
         self.membership.wait(worker, "end" if for_end else "work")
-        return self._without(worker, now) if for_end else self.recount(now, changed=True) + self._wake(now)
+        return self._without(worker, now) if for_end else self._go_on(now, self._recounted(now, changed=True))
 
     def depart(self, worker: int, now: float) -> Outcome:
         """Drops the held update and the work of a worker that has left the membership. Its successor sends anew."""
@@ -147,7 +142,7 @@ class Coordinator:
         self.plan.release(worker)
         self.look_ahead.forget(worker)
         self.waiting.forget(worker)
-        return self.recount(now, changed=True) + self._wake(now) + self._end_if_all_wait(now)
+        return self._go_on(now, self._recounted(now, changed=True)) + self._end_if_all_wait(now)
 
     def _end_if_all_wait(self, now: float) -> Outcome:
         """Ends the run if workers wait for its end, and no other is at work, or can come back."""
@@ -160,20 +155,24 @@ class Coordinator:
         Args:
             changed: whether a worker has come, gone, or run out of work; otherwise only silence is looked for.
         """
-        if not self.server.round_size:
-            return Outcome()
+        receipts = self._recounted(now, changed)
+        return Outcome() if receipts is None else self._go_on(now, receipts)
+
+    def _recounted(self, now: float, changed: bool) -> list[Receipt] | None:
+        """Returns the receipts of a round that does not wait any more; None where nothing has changed."""
+        if not self.server.holds:
+            return None
         awaited = len(self.waiting.awaited(self.membership, now))
         if not changed and awaited == self._awaited:
-            return Outcome()
+            return None
         self._awaited = awaited
-        if self.waiting.steps_together:
-            if self.server.held and not self._continues(None, now):
-                self._complete_round()
-        else:
-            if self.waiting.grace_period is None:
-                self.limit_round(max(1, awaited))
-            self.server.limit_barrier(max(1, awaited))
-        return self._settle(self.server.released(), now)
+        self.await_workers(max(1, awaited))
+        return self._complete_round(now)
+
+    def await_workers(self, count: int) -> None:
+        """Makes rounds wait for no more than this many workers."""
+        if (limit := self.waiting.limit(count)) is not None:
+            self.limit_round(limit)
 
     def tick(self, now: float) -> Outcome:
         """Does what is due by now: gives up the work of silent workers, and ends a grace period that is over."""
@@ -195,7 +194,7 @@ class Coordinator:
         released, self._silent = silent - self._silent, silent
         for worker in released:
             self.plan.release(worker)
-        return self._wake(now) if released else Outcome()
+        return self._go_on(now) if released else Outcome()
 
     def _hangs(self, worker: int, now: float) -> bool:
         return self.membership.hangs(worker, now, work=self.plan.expected_seconds(worker) or 0.0)
@@ -203,7 +202,7 @@ class Coordinator:
     def end(self, now: float) -> Outcome:
         """Ends the run for all workers, as one of them has asked."""
         self.finished = self._ended = True
-        return Outcome(instructions=self._reject_waiting(now)) + self._wake(now)
+        return self._go_on(now, [])
 
     def merge(self, region: Region, above: Tensor) -> None:
         """Merges the global server's parameters ``above``: a new version, since workers start from other parameters."""
@@ -237,12 +236,23 @@ class Coordinator:
 
     # Details
 
-    def _settle(self, receipts: Iterable[Receipt], now: float) -> Outcome:
+    def _go_on(self, now: float, receipts: list[Receipt] | None = None) -> Outcome:
+        """Settles updates, if there are any, wakes idle workers, and settles the rounds that do not wait for more than
+        these, until nothing is left to do."""
+        outcome = Outcome()
+        if receipts is not None:
+            self._settle(receipts, now, outcome)
+        while self._wake(now, outcome):
+            if (receipts := self._recounted(now, changed=True)) is not None:
+                self._settle(receipts, now, outcome)
+        return outcome
+
+    def _settle(self, receipts: list[Receipt], now: float, outcome: Outcome) -> None:
         """Counts these updates, all of them before any worker gets new work, then instructs the workers that wait."""
         if not self.server.held:
             self.waiting.close()
         self.look_ahead.follow(self.server.version, self.server.parameters)
-        outcome, waiting = Outcome(), []
+        waiting = []
         for receipt in receipts:
             waits, report = receipt.worker in self._pending, self._pending.pop(receipt.worker, Report())
             if receipt.status in SETTLED:
@@ -261,7 +271,6 @@ class Coordinator:
                 outcome.failures.append((receipt.worker, error))
         if self.finished:
             outcome.instructions += self._reject_waiting(now)
-        return outcome + self._wake(now)
 
     def _count(self, receipt: Receipt, report: Report) -> None:
         """Counts the work of an update that was settled; last in the plan, which may fail."""
@@ -279,15 +288,17 @@ class Coordinator:
         control_events, self._control_events = tuple(self._control_events), []
         return Settled(receipt, report, control_events, held_seconds, merged)
 
-    def _continues(self, arrived: int | None, now: float) -> bool:
-        """Whether the held updates wait for others; the update of worker ``arrived``, if any, has just joined them."""
-        others = self.waiting.awaited(self.membership, now) - self.server.held
-        return self.waiting.continues(arrived, others, now)
+    def _complete_round(self, now: float, arrived: int | None = None) -> list[Receipt]:
+        """Applies the held updates unless they wait for others; returns the receipts. The update of worker ``arrived``,
+        if any, has just joined them."""
+        held = self.server.held
+        others = self.waiting.awaited(self.membership, now) - held
+        return [] if not held or self.waiting.continues(arrived, others, now, len(held)) else self._apply_round()
 
-    def _complete_round(self) -> None:
+    def _apply_round(self) -> list[Receipt]:
         if self.waiting.steps_together:
             self.limit_round(max(1, len(self.server.held)))  # so that the optimizer steps with the last of them
-        self.server.complete_round()
+        return self.server.complete_round()
 
     def _reject_waiting(self, now: float) -> list[Instruction]:
         """Returns the answers to pending updates that no step will take any more."""
@@ -299,16 +310,16 @@ class Coordinator:
         self.waiting.close()
         return [self.rejected(worker, now) for worker in waiting]
 
-    def _wake(self, now: float) -> Outcome:
-        """Gives idle workers work where there is some again, or tells all that wait that the run is finished."""
-        awakened = []
+    def _wake(self, now: float, outcome: Outcome) -> bool:
+        """Gives idle workers work where there is some again, or tells all that wait that the run is finished; returns
+        whether there were any."""
+        before = len(outcome.instructions)
         for worker in sorted(self.membership.idle.union(self.membership.waiting("end") if self.finished else ())):
             instruction = self.instruct(worker, None, now)
             if self.finished or not instruction.assignment.idle:
                 self.membership.answered(worker, now)
-                awakened.append(instruction)
-        outcome = Outcome(instructions=awakened)
-        return outcome + self.recount(now, changed=True) if awakened else outcome
+                outcome.instructions.append(instruction)
+        return len(outcome.instructions) > before
 
     def state_dict(self) -> State:
         """Returns all that another server needs to go on with the run."""
@@ -344,7 +355,7 @@ def build_server(spec: MethodSpec, rule: Rule, parameters: Tensor) -> ParameterS
     return (DividedServer if divided else ParameterServer)(
         parameters,
         rule,
-        barrier=OPEN if spec.closes_early or spec.quorum else spec.barrier,
+        holds=spec.barrier > 0,
         last_version=spec.last_version,
         staleness=StalenessPolicy(spec.staleness_power, spec.staleness_limit, spec.delay_compensation),
         gate=NormGate(spec.server.max_update_norm_ratio),
@@ -359,7 +370,7 @@ def build_coordinator(
     """Builds the coordinator of a method, as the server process, the simulator and the replay use it."""
     membership.waits_for_dead = spec.waits_for_dead
     server = build_server(spec, rule, parameters)
-    waiting: Waiting = GracePeriod(spec.grace_period, plan)
+    waiting: Waiting = GracePeriod(spec.grace_period, plan, spec.barrier or OPEN)
     if spec.closes_early:
         waiting = NearArrivals(spec.grace_share, spec.grace_period)
     elif spec.quorum:

@@ -15,9 +15,6 @@ from fairseq_async.protocol.receipt import Receipt, Status
 from fairseq_async.protocol.work import LARGEST
 from fairseq_async.records.recording import checksum
 
-OPEN = 1 << 30
-"""A barrier that never completes a round by itself."""
-
 _LOST = 1 << 32  # updates of one worker that a restart may have taken back, at most
 
 
@@ -38,9 +35,7 @@ class ParameterServer:
     Args:
         parameters: flat fp32 tensor; changed in place.
         rule: decides what an update does to the parameters.
-        barrier: hold the updates until this many, from different workers, have come, then apply them in the order
-            of the workers' ids; 0 applies each at once. A caller with a clock can end a round earlier, as after a grace
-            period, by :meth:`complete_round`.
+        holds: hold the updates until :meth:`complete_round` applies them; otherwise each is applied at once.
         last_version: the run is finished when this version is reached; None for no end.
         staleness: decides how a stale update is weighed.
         gate: decides which norms are accepted.
@@ -51,7 +46,6 @@ class ParameterServer:
             counted at the update's arrival. The receipt always has the staleness at arrival.
 
     Attributes:
-        round_size: the barrier that was asked for; ``barrier`` may be lower while workers are away.
         sequences: the sequence number of each worker's last settled update.
         refused: how many updates of each worker had NaN, Inf or a norm above the gate.
         rejected: the sequence number of each worker's last update that was settled without being applied.
@@ -63,7 +57,7 @@ class ParameterServer:
         self,
         parameters: Tensor,
         rule: Rule,
-        barrier: int = 0,
+        holds: bool = False,
         last_version: int | None = None,
         staleness: StalenessPolicy | None = None,
         gate: NormGate | None = None,
@@ -72,7 +66,7 @@ class ParameterServer:
     ) -> None:
         self.parameters = parameters
         self.rule = rule
-        self.round_size = self.barrier = barrier
+        self.holds = holds
         self.last_version = last_version
         self.staleness = staleness or StalenessPolicy()
         self.gate = gate or NormGate()
@@ -85,17 +79,12 @@ class ParameterServer:
         self.counts_in_rounds = counts_in_rounds
         self._changed_at = [0] * (len(rule.fragments) if isinstance(rule, FragmentedRule) else 0)
         self._held: dict[int, tuple[Update, Receipt]] = {}
-        self._released: list[Receipt] = []
         self._restarted = False
         self._heard_since: set[int] = set()  # workers with an update that was settled since the restart
 
     @property
     def finished(self) -> bool:
         return self.last_version is not None and self.version >= self.last_version
-
-    def moves_parameters(self, ahead: int = 0) -> bool:
-        """Whether the sender of the update behind ``ahead`` others must wait, for a step or at the barrier."""
-        return bool(self.barrier) or self.rule.moves_parameters(ahead)
 
     def pull(self, worker: int) -> Parameters:
         """Returns a copy of the current parameters, and notes that the worker starts from them."""
@@ -173,7 +162,7 @@ class ParameterServer:
         self._held[update.worker] = update, receipt
 
     def push(self, update: Update, norm: float | None = None) -> Receipt:
-        """Settles the update, or holds it behind the barrier (then :meth:`released` gives its receipt later).
+        """Settles the update, or holds it for its round: then :meth:`complete_round` returns its receipt.
 
         Args:
             norm: the update's L2 norm, if its sender has computed it; computing it takes one more pass over the memory.
@@ -182,10 +171,15 @@ class ParameterServer:
             RefusedError: see :meth:`check`.
         """
         receipt = self.admit(update, norm)
-        return self.apply(update, receipt) if receipt.status is Status.APPLIED else receipt
+        if receipt.status is not Status.APPLIED:
+            return receipt
+        if not self.holds:
+            return self._apply(update, receipt)
+        self._held[update.worker] = update, receipt
+        return replace(receipt, status=Status.HELD)
 
     def admit(self, update: Update, norm: float | None = None) -> Receipt:
-        """Decides what becomes of an update; one with status APPLIED is for :meth:`apply`."""
+        """Decides what becomes of an update; one with status APPLIED is to be applied, or held."""
         self.check(update)
         if update.sequence <= self.sequences.get(update.worker, -1):
             return self._receipt(update, Status.DUPLICATE)
@@ -203,15 +197,6 @@ class ParameterServer:
             return self._refuse(update, receipt, Status.OUTLIER)
         self.gate.note(update.worker, receipt.norm)
         return receipt
-
-    def apply(self, update: Update, receipt: Receipt) -> Receipt:
-        """Applies an admitted update, or holds it behind the barrier; ``receipt`` is from :meth:`admit`."""
-        if not self.barrier:
-            return self._apply(update, receipt)
-        self._held[update.worker] = update, receipt
-        if len(self._held) >= self.barrier:
-            self.complete_round()
-        return replace(receipt, status=Status.HELD)
 
     def check(self, update: Update) -> None:
         """Raises a RefusedError for an update that no worker can have sent in the server's present state."""
@@ -249,18 +234,6 @@ class ParameterServer:
     def withdraw(self, worker: int) -> None:
         """Drops the held update of a worker that is gone, and its memory with it; the worker's successor sends anew."""
         self._held.pop(worker, None)
-
-    def limit_barrier(self, workers: int) -> None:
-        """Makes rounds wait for at most this many workers, as no more are there now."""
-        if self.round_size:
-            self.barrier = min(self.round_size, max(1, workers))
-            if len(self._held) >= self.barrier:
-                self.complete_round()
-
-    def released(self) -> list[Receipt]:
-        """Returns the receipts of held updates whose round is complete; each is returned once."""
-        receipts, self._released = self._released, []
-        return receipts
 
     def state_dict(self) -> State:
         """Returns all that a restart needs. Held updates are not part of it: their workers compute them again."""
@@ -308,10 +281,10 @@ class ParameterServer:
     def finish(self) -> None:
         """Tells those that hold parts of the parameters on other machines that the run is finished."""
 
-    def complete_round(self) -> None:
-        """Applies the held updates, in the order of the workers' ids, without waiting for others."""
+    def complete_round(self) -> list[Receipt]:
+        """Applies the held updates, in the order of the workers' ids; returns their receipts."""
         held, self._held = self._held, {}
-        self._released += [self._apply(*held[worker]) for worker in sorted(held)]
+        return [self._apply(*held[worker]) for worker in sorted(held)]
 
     def _apply(self, update: Update, receipt: Receipt) -> Receipt:
         rule, parameters = self._part(update.sequence)

@@ -12,7 +12,7 @@ from fairseq_async.method.spec import MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions
 from fairseq_async.protocol import Layout
 from fairseq_async.server.local_step_plan import LocalStepPlan
-from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule, accumulation
+from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.plan import EpochPlan, Plan
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.simulation.experiment import Experiment, Method, SimulatedAdaScaleOptions, SimulatedAdasumOptions
@@ -70,8 +70,8 @@ def build_method(
     steps = max(1, experiment.steps * workers // (options.updates_per_step or workers))
     rate = LearningRate(experiment.schedule, method.optimizer.lr, steps)
     spec = hybrid_spec(options, workers, None, {}, steps)
-    summed = accumulation(options, workers, inner, method.optimizer.clip_norm)
-    rule = ScheduledRule(summed, RateSchedule(inner, rate))
+    clip_norm = method.optimizer.clip_norm
+    rule = ScheduledRule.of(options, workers, inner, RateSchedule(inner, rate), clip_norm=clip_norm)
     return SimulatedMethod(rule, EpochPlan(rule, spec.max_epoch, spec.whole_steps), spec, sends_gradients=True)
 
 
@@ -90,11 +90,10 @@ def _of_ranks(
     ranks: RanksMethod, method: Method, experiment: Experiment, workers: int, parameters: Tensor, optimizer: Optimizer
 ) -> SimulatedMethod:
     given = method.options.model_dump() | {"updates_per_step": workers}
-    accumulation = HybridAccumulation(optimizer, 1, method.optimizer.clip_norm)
-    own, rounds = ranks.build(method.options, accumulation, workers, experiment.seed, parameters.numel())
     rate = LearningRate(experiment.schedule, method.optimizer.lr, experiment.steps)
-    rule = ScheduledRule(own, RateSchedule(optimizer, rate))
-    plan = EpochPlan(rule, max_epoch=0, total_steps=experiment.steps)
+    scheduled = ScheduledRule(optimizer, 1, RateSchedule(optimizer, rate), clip_norm=method.optimizer.clip_norm)
+    rule, rounds = ranks.build(method.options, scheduled, workers, experiment.seed, parameters.numel())
+    plan = EpochPlan(scheduled, max_epoch=0, total_steps=experiment.steps)
     spec = MethodSpec(ranks.name, workers, given, barrier=workers)
     return SimulatedMethod(rule, plan, spec, sends_gradients=True, rounds=rounds)
 

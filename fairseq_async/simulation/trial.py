@@ -330,7 +330,7 @@ class Trial:
             "coordinator": self.coordinator.state_dict(),
             "membership": self.membership.state_dict(),
             "waiting": self.coordinator.waiting.state_dict(),
-            "barrier": self.server.barrier,
+            "barrier": self.coordinator.waiting.size,
             "held": {worker: (since[worker], version) for worker, version in sorted(self.server.held_from.items())},
             "clock": self.clock.state_dict(),
             "workers": [worker.state_dict() for worker in self.workers],
@@ -352,9 +352,7 @@ class Trial:
         for name in self._PLAIN:
             setattr(self, name, state[name])
         if self.spec.full_rounds:
-            if self.spec.grace_period is None:
-                self.coordinator.limit_round(state["barrier"])
-            self.server.limit_barrier(state["barrier"])
+            self.coordinator.await_workers(state["barrier"])
         for held, (since, version) in state["held"].items():  # not in the server's state: held anew
             self.coordinator.hold(_update(self.workers[held]), self.workers[held].report, since, version)
         self.coordinator.waiting.load_state_dict(state["waiting"])  # last: a period ends where no update is held

@@ -40,13 +40,13 @@ def difference(targets: Tensor, start: Tensor) -> Tensor:
 
 def run(rule: Rule, targets: Tensor, start: Tensor) -> Tensor:
     """Runs equal workers whose updates arrive together, as with a barrier or a grace period."""
-    server = ParameterServer(start.clone(), rule, barrier=WORKERS)
+    server = ParameterServer(start.clone(), rule, holds=True)
     for number in range(ROUNDS):
         pulled = [server.pull(worker) for worker in range(WORKERS)]
         for worker, parameters in enumerate(pulled):
             delta = difference(targets[worker], parameters.values)
             server.push(Update(worker, number, parameters.version, float(LOCAL_STEPS), delta))
-        server.released()
+        server.complete_round()
     return server.parameters
 
 

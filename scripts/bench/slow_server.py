@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.algorithms import Update
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Layout
 from fairseq_async.server.optimizers.learning_rates import StepSchedule
@@ -18,11 +18,11 @@ from scripts.faults.sgd_server import updates_per_step
 SECONDS = "seconds"  # key in the method's description: seconds of sleep per parameter, so a shard sleeps for its part
 
 
-class SlowAccumulation(HybridAccumulation):
+class SlowAccumulation(ScheduledRule):
     """Hybrid accumulation that sleeps before each update."""
 
     def __init__(self, optimizer: Optimizer, updates_per_step: int, seconds: float) -> None:
-        super().__init__(optimizer, updates_per_step)
+        super().__init__(optimizer, updates_per_step, StepSchedule(optimizer))
         self.seconds = seconds
 
     def apply(self, parameters: Tensor, update: Update) -> float:
@@ -35,8 +35,7 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Schedul
     seconds = spec.framework[SECONDS]
     assert isinstance(seconds, float)
     optimizer = SGD([Parameter(view) for view in layout.views(parameters)], lr=0.01)
-    slow = SlowAccumulation(optimizer, updates_per_step(spec), seconds * layout.size)
-    rule = ScheduledRule(slow, StepSchedule(optimizer))
+    rule = SlowAccumulation(optimizer, updates_per_step(spec), seconds * layout.size)
     return rule, EpochPlan(rule, spec.max_epoch)
 
 

@@ -116,7 +116,7 @@ class Served:
             self.place(worker, sequence)
             delta = in_turn(self.fragments, sequence).of(slot)
             update = Update(worker, sequence, 0, 1.0 + number, delta, missing=MISSING[number % 7])
-            receipts += [self.server.push(update), *self.server.released()]
+            receipts += [self.server.push(update)]
         return receipts
 
     def place(self, worker: int, sequence: int) -> None:

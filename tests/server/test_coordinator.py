@@ -67,6 +67,10 @@ def test_a_barrier_goes_on_without_a_worker_that_left() -> None:
     assert answered(outcome) == [0, 1] and run.version == 1 and run.parameter == -1.5
     run.push(0, 1.0, now=3.0)
     assert answered(run.push(1, 1.0, now=4.0)) == [0, 1]
+    run.coordinator.membership.connect(2, "y", now=4.5)  # the round waits for as many as before
+    run.coordinator.recount(4.5, changed=True)
+    run.push(0, 1.0, now=5.0)
+    assert run.push(1, 1.0, now=6.0) == Outcome() and answered(run.push(2, 1.0, now=7.0)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("dies", [True, False], ids=["dead", "silent"])

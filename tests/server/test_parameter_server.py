@@ -91,30 +91,22 @@ def test_a_finished_run_takes_no_more_steps() -> None:
 
 
 def test_the_barrier_applies_a_round_in_the_order_of_the_workers() -> None:
-    it = server(n=2, barrier=2)
+    it = server(n=2, holds=True)
     assert it.push(update(1, 0, 3.0)).status is Status.HELD
     assert it.push(update(1, 0, 3.0)).status is Status.HELD  # sent again while it waits
-    assert it.released() == [] and it.version == 0
-    assert it.push(update(0, 0, 1.0)).status is Status.HELD
-    assert [(r.worker, r.status) for r in it.released()] == [(0, Status.APPLIED), (1, Status.APPLIED)]
-    assert it.released() == [] and it.version == 1 and it.parameters.tolist() == [-2, -2]
+    assert it.push(update(0, 0, 1.0)).status is Status.HELD and it.version == 0
+    assert [(r.worker, r.status) for r in it.complete_round()] == [(0, Status.APPLIED), (1, Status.APPLIED)]
+    assert it.complete_round() == [] and it.version == 1 and it.parameters.tolist() == [-2, -2]
 
 
 def test_the_update_of_a_worker_that_died_behind_the_barrier_is_withdrawn() -> None:
-    it = server(n=2, barrier=2)
+    it = server(n=2, holds=True)
     it.push(update(0, 0, 9.0))
     it.withdraw(0)
-    assert it.push(update(1, 0, 1.0)).status is Status.HELD and it.version == 0
+    assert it.push(update(1, 0, 1.0)).status is Status.HELD and it.held == {1}
     it.push(update(0, 0, 3.0))
+    it.complete_round()
     assert it.version == 1 and it.parameters.tolist() == [-2, -2]
-
-
-def test_no_round_waits_for_workers_that_have_left() -> None:
-    it = server(n=3, barrier=3)
-    it.push(update(0, 0, 1.0))
-    it.push(update(1, 0, 1.0))
-    it.limit_barrier(2)
-    assert [r.worker for r in it.released()] == [0, 1]
 
 
 def test_the_order_of_arrival_does_not_change_a_bit_behind_the_barrier() -> None:
@@ -122,9 +114,10 @@ def test_the_order_of_arrival_does_not_change_a_bit_behind_the_barrier() -> None
     sent = [Update(w, 0, 0, float(w + 1), torch.randn(50)) for w in range(4)]
 
     def result(order: list[int]) -> torch.Tensor:
-        it = server(n=4, size=50, barrier=4)
+        it = server(n=4, size=50, holds=True)
         for worker in order:
             it.push(sent[worker])
+        it.complete_round()
         return it.parameters
 
     assert torch.equal(result([0, 1, 2, 3]), result([3, 1, 0, 2]))
@@ -188,15 +181,6 @@ def test_after_a_restart_each_worker_may_skip_numbers_once() -> None:
             again.push(update(worker, 6, 1.0))
     again.load_state_dict(it.state_dict())
     assert again.push(update(0, 3, 1.0)).status is Status.APPLIED, "another restart, another number to skip"
-
-
-def test_a_round_waits_for_as_many_as_before_when_workers_have_come_back() -> None:
-    it = server(3, barrier=3)
-    it.limit_barrier(1)
-    it.limit_barrier(5)
-    assert it.barrier == 3
-    it.push(update(0, 0, 3.0)), it.push(update(1, 0, 3.0))
-    assert it.held == {0, 1} and it.version == 0
 
 
 def test_an_update_that_comes_again_counts_as_its_first_copy_did() -> None:

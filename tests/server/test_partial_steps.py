@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.algorithms import Update
 from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.plan import EpochPlan
 
@@ -32,7 +32,7 @@ class Recorded:
 def rule_of(workers: int) -> tuple[ScheduledRule, Recorded, torch.Tensor]:
     parameters, schedule = torch.zeros(1), Recorded()
     optimizer = torch.optim.SGD([parameters], lr=1.0)
-    return ScheduledRule(HybridAccumulation(optimizer, workers, partial_steps=True), schedule), schedule, parameters
+    return ScheduledRule(optimizer, workers, schedule, partial_steps=True), schedule, parameters
 
 
 def step(rule: ScheduledRule, parameters: torch.Tensor, gradients: int) -> float:
@@ -86,7 +86,7 @@ def test_the_first_step_after_a_reset_of_the_schedule_has_the_new_schedules_rate
     for first in (8.0, 2.0):
         parameters = torch.zeros(1)
         optimizer = torch.optim.SGD([parameters], lr=1.0)
-        rule = ScheduledRule(HybridAccumulation(optimizer, 1), Rate(optimizer, first))
+        rule = ScheduledRule(optimizer, 1, Rate(optimizer, first))
         rules.append((rule, optimizer, parameters))
     (before, _, moved), (after, optimizer, parameters) = rules
     step(before, moved, 1)

@@ -14,7 +14,7 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.method.spec import MethodSpec, hybrid_spec
 from fairseq_async.options.config import HybridOptions
 from fairseq_async.protocol import Layout
-from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule, accumulation
+from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.plan import EpochPlan
 from fairseq_async.simulation.experiment import read
 from fairseq_async.simulation.trial import Trial
@@ -106,8 +106,8 @@ class Cosine:
 def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[ScheduledRule, EpochPlan]:
     """As the servers of both plugins."""
     optimizer = torch.optim.SGD([parameters], lr=0.05, momentum=0.5)
-    rule = accumulation(HybridOptions(updates_per_step=1, look_ahead=0.0), spec.workers, optimizer, 0.0)
-    scheduled = ScheduledRule(rule, Cosine(optimizer))  # type: ignore[arg-type]  # it meets no epochs
+    schedule = Cosine(optimizer)
+    scheduled = ScheduledRule(optimizer, 1, schedule)  # type: ignore[arg-type]  # it meets no epochs
     return scheduled, EpochPlan(scheduled, spec.max_epoch, spec.whole_steps)
 
 

@@ -1,13 +1,12 @@
 """A gradient rule whose optimizer follows a learning-rate schedule."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fairseq_async.algorithms import HybridAccumulation, Rule, Update
-from fairseq_async.algorithms.rule import CompoundRule, State
+from fairseq_async.algorithms import HybridAccumulation
+from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError
 from fairseq_async.options.config import HybridOptions
 from fairseq_async.server.plan import whole_steps
@@ -34,35 +33,29 @@ class Schedule(Protocol):
     def load_state_dict(self, state: State) -> None: ...
 
 
-def accumulation(
-    options: HybridOptions,
-    workers: int,
-    optimizer: Optimizer,
-    clip_norm: float,
-    tensors: Sequence[Tensor] | None = None,
-    elementwise: bool = False,
-) -> HybridAccumulation:
-    """Builds the rule of a run of hybrid asynchronous SGD.
+class ScheduledRule(HybridAccumulation):
+    """Hybrid accumulation that counts the steps of its optimizer, and lets a schedule set the learning rate of the
+    next one.
 
     Args:
-        workers: number of workers that were announced.
-        optimizer: the inner optimizer, over the server's flat parameters; the rest is as in
-            :class:`~fairseq_async.algorithms.HybridAccumulation`.
-    """
-    updates, partial = options.updates_per_step or workers, options.closes_early
-    return HybridAccumulation(optimizer, updates, clip_norm, tensors, partial_steps=partial, elementwise=elementwise)
-
-
-class ScheduledRule(CompoundRule):
-    """Counts the steps of a rule's optimizer, and lets a schedule set its learning rate for the next one.
+        rest: as of :class:`~fairseq_async.algorithms.HybridAccumulation`.
 
     Attributes:
         steps: number of the optimizer's steps so far; a partial step counts as its part.
     """
 
-    def __init__(self, rule: Rule, schedule: Schedule) -> None:
-        self.rule, self.rules, self.schedule, self.steps = rule, (rule,), schedule, 0.0
+    def __init__(self, optimizer: Optimizer, updates_per_step: int, schedule: Schedule, **rest: Any) -> None:
+        super().__init__(optimizer, updates_per_step, **rest)
+        self.schedule, self.steps = schedule, 0.0
         schedule.follow(0)
+
+    @classmethod
+    def of(
+        cls, options: HybridOptions, workers: int, optimizer: Optimizer, schedule: Schedule, **rest: Any
+    ) -> "ScheduledRule":
+        """Returns the rule of a run of hybrid asynchronous SGD, for which so many workers were announced."""
+        updates, partial = options.updates_per_step or workers, options.closes_early
+        return cls(optimizer, updates, schedule, partial_steps=partial, **rest)
 
     @property
     def learning_rate(self) -> float:
@@ -78,34 +71,21 @@ class ScheduledRule(CompoundRule):
         self.schedule.end_epoch(epoch, loss)
         self._follow()
 
-    def apply(self, parameters: Tensor, update: Update) -> float:
-        return self.count(self.rule.apply(parameters, update))
-
-    def count(self, share: float) -> float:
-        """Counts this share of a step, which was taken; returns it."""
+    def close(self, norm: Tensor | None = None) -> float:
+        share = super().close(norm)
         if share:
             self.steps += share
             self._follow()
         return share
 
-    def moves_parameters(self, ahead: int = 0) -> bool:
-        return self.rule.moves_parameters(ahead)
-
-    def dispatch(self, parameters: Tensor) -> Tensor:
-        return self.rule.dispatch(parameters)
-
-    @property
-    def momentum_buffer(self) -> Tensor | None:
-        return self.rule.momentum_buffer
-
     def state_dict(self) -> State:
-        return self.rule.state_dict() | {"steps": self.steps, "schedule": self.schedule.state_dict()}
+        return super().state_dict() | {"steps": self.steps, "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
         """Goes on from a state. With None for the schedule in it, as after ``--reset-lr-scheduler``, the schedule stays
         at its beginning."""
         check_parts(state, 1)
-        self.rule.load_state_dict(state)
+        super().load_state_dict(state)
         self.steps = state["steps"]
         if state["schedule"] is not None:
             self.schedule.load_state_dict(state["schedule"])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.algorithms import Update
 from fairseq_async.algorithms.rule import CompoundRule, State, fills
 from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule, check_parts
 
@@ -16,7 +16,7 @@ class SeveralOptimizers(CompoundRule):
     it does not count in their means. When the round is complete, every optimizer steps of which there is a gradient.
 
     Args:
-        rules: of each optimizer: its accumulation, with its schedule.
+        rules: of each optimizer: its accumulation with its schedule.
         tensors: of each optimizer: its tensors, as bits (:mod:`~fairseq_async.algorithms.missing`).
         updates_per_step: number of updates in a round, of whichever optimizers.
     """
@@ -54,11 +54,11 @@ class SeveralOptimizers(CompoundRule):
         steps = self.moves_parameters()
         for rule, tensors in zip(self.rules, self._tensors, strict=True):
             if tensors & ~update.missing:
-                _accumulation(rule).add(parameters, update)
+                rule.add(parameters, update)
         self.count = 0 if steps else self.count + 1
         for rule in self.rules if steps else ():
-            if _accumulation(rule).count:
-                rule.count(_accumulation(rule).close())
+            if rule.count:
+                rule.close()
         return steps
 
     def moves_parameters(self, ahead: int = 0) -> bool:
@@ -66,7 +66,7 @@ class SeveralOptimizers(CompoundRule):
 
     def limit_round(self, updates: int) -> None:
         """See :meth:`HybridAccumulation.limit_round`."""
-        partial = _accumulation(self.rules[0]).partial_steps
+        partial = self.rules[0].partial_steps
         self.updates_per_step = updates if partial else min(self._whole_step, updates)
 
     def state_dict(self) -> State:
@@ -78,8 +78,3 @@ class SeveralOptimizers(CompoundRule):
         for rule, own in zip(self.rules, state["parts"], strict=True):
             rule.load_state_dict(own)
         self.count = state["count"]
-
-
-def _accumulation(rule: ScheduledRule) -> HybridAccumulation:
-    assert isinstance(rule.rule, HybridAccumulation)
-    return rule.rule

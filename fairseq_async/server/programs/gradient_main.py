@@ -11,7 +11,7 @@ from fairseq_async.algorithms import Rule
 from fairseq_async.method.spec import MethodSpec, hybrid_options
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.server.optimizers.learning_rates import Rates, RateTable
-from fairseq_async.server.optimizers.scheduled_rule import Schedule, ScheduledRule, accumulation
+from fairseq_async.server.optimizers.scheduled_rule import Schedule, ScheduledRule
 from fairseq_async.server.optimizers.several import SeveralOptimizers
 from fairseq_async.server.optimizers.torch_optimizer import PARTS, OptimizerSpec, build_optimizer, parts_of
 from fairseq_async.server.plan import EpochPlan
@@ -54,11 +54,10 @@ def _scheduled(
     inner: OptimizerSpec,
     schedule: Callable[[Optimizer], Schedule],
 ) -> ScheduledRule:
-    options = hybrid_options(spec)
     optimizer = build_optimizer(inner, layout, parameters)
     views = [Parameter(view) for view in layout.views(parameters)]
-    rule = accumulation(options, spec.workers, optimizer, inner.clip_norm, views, elementwise=True)
-    return ScheduledRule(rule, schedule(optimizer))
+    rest = {"clip_norm": inner.clip_norm, "tensors": views, "elementwise": True}
+    return ScheduledRule.of(hybrid_options(spec), spec.workers, optimizer, schedule(optimizer), **rest)
 
 
 def _several(spec: MethodSpec, layout: Layout, parameters: Tensor) -> SeveralOptimizers:

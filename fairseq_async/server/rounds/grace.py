@@ -5,13 +5,15 @@ from math import inf
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.server.plan import Plan
-from fairseq_async.server.rounds.waiting import Waiting
+from fairseq_async.server.rounds.waiting import OPEN, Waiting
 
 _ROUNDING = 1e-6  # of the time that work takes
 
 
 class GracePeriod(Waiting):
-    """A grace period. It begins with the first update of a round, and ends early when no more update can come in it.
+    """A round of a fixed size, with or without a grace period.
+
+    The period begins with the first update of a round, and ends early when no more update can come in it.
 
     A worker is expected if its present steps, at the speed of its last ones, are done in time; a worker of unknown
     speed may come at any time. Waiting for workers that will be late anyway would cost all others the whole period in
@@ -20,14 +22,20 @@ class GracePeriod(Waiting):
     Args:
         grace_period: length of the period in seconds; None for a round that stays open until it is complete.
         plan: knows the time that a worker's work is expected to take.
+        size: number of updates in a round; fewer while fewer workers are awaited.
     """
 
     steps_together = False
 
-    def __init__(self, grace_period: float | None, plan: Plan) -> None:
+    def __init__(self, grace_period: float | None, plan: Plan, size: int = OPEN) -> None:
         self.grace_period, self._plan = grace_period, plan
+        self.size = self._whole = size
         self.deadline: float | None = None
         self._begun: dict[int, float] = {}
+
+    def limit(self, awaited: int) -> int | None:
+        self.size = min(self._whole, awaited)
+        return awaited if self.grace_period is None else None
 
     def begin_work(self, worker: int, now: float) -> None:
         self._begun[worker] = now
@@ -36,7 +44,9 @@ class GracePeriod(Waiting):
         """A worker that comes back is due at once."""
         self._begun.pop(worker, None)
 
-    def continues(self, arrived: int | None, others: Collection[int], now: float) -> bool:
+    def continues(self, arrived: int | None, others: Collection[int], now: float, held: int = 0) -> bool:
+        if held >= self.size:
+            return False
         if self.grace_period is None or arrived is None:
             return True
         if self.deadline is None:

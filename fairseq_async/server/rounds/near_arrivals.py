@@ -79,7 +79,7 @@ class NearArrivals(Waiting):
             self._step_times[worker] = _StepTime.of(took)
         self._waiting[worker] = now
 
-    def continues(self, arrived: int | None, others: Collection[int], now: float) -> bool:
+    def continues(self, arrived: int | None, others: Collection[int], now: float, held: int = 0) -> bool:
         if arrived is not None:
             self._arrive(arrived, now)
         fastest = self._fastest()

@@ -25,12 +25,15 @@ class Quorum(GracePeriod):
         self.quorum = quorum
         self._arrived: set[int] = set()
 
-    def continues(self, arrived: int | None, others: Collection[int], now: float) -> bool:
+    def limit(self, awaited: int) -> None:
+        """Does nothing: the number of updates alone does not complete a round."""
+
+    def continues(self, arrived: int | None, others: Collection[int], now: float, held: int = 0) -> bool:
         if arrived is not None:
             self._arrived.add(arrived)
         if not others:
             return False
-        return len(self._arrived) < self.quorum or super().continues(arrived, others, now)
+        return len(self._arrived) < self.quorum or super().continues(arrived, others, now, held)
 
     def forget(self, worker: int) -> None:
         super().forget(worker)

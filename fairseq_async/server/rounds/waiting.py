@@ -7,34 +7,43 @@ from typing import ClassVar
 from fairseq_async.algorithms.rule import State
 from fairseq_async.server.membership import Membership
 
+OPEN = 1 << 30
+"""The size of a round that no number of updates completes."""
+
 
 class Waiting(ABC):
     """Decides who is waited for, and how long. It reads no clock: all times are of its caller's.
 
     Attributes:
-        grace_period: length of the grace period in seconds; None where it is not a fixed time.
+        size: number of updates with which a round is complete.
         deadline: when the round closes if no update comes; None while no update waits, or without an end.
         steps_together: whether the updates of a round are one step of the rule.
     """
 
     steps_together: ClassVar[bool]
-    grace_period: float | None
+    size = OPEN
     deadline: float | None
 
     def awaited(self, membership: Membership, now: float) -> set[int]:
         """Returns the workers that a round may wait for."""
         return membership.awaited(now)
 
+    def limit(self, awaited: int) -> int | None:
+        """Notes how many workers a round may wait for now; returns how many updates a step of the rule may wait for
+        from now on, or None where that is not known before the round closes."""
+        return None
+
     @abstractmethod
     def begin_work(self, worker: int, now: float) -> None:
         """Notes when a worker was given its work."""
 
     @abstractmethod
-    def continues(self, arrived: int | None, others: Collection[int], now: float) -> bool:
+    def continues(self, arrived: int | None, others: Collection[int], now: float, held: int = 0) -> bool:
         """Whether the round stays open for any of the others, which are at work.
 
         Args:
             arrived: the worker whose update has just joined the round; None where only the others have changed.
+            held: number of updates in the round.
         """
 
     @abstractmethod

@@ -118,9 +118,8 @@ class ShardPart:
         Args:
             sum_of_all: returns the sum of the squared norms of all shards, given this one's, in the middle of a step.
         """
-        inner = self.rule.rule if isinstance(self.rule, ScheduledRule) else self.rule
-        if isinstance(inner, HybridAccumulation):
-            inner.norm_of_all = lambda norm: _root(sum_of_all(float(norm) ** 2), norm)
+        if isinstance(self.rule, HybridAccumulation):
+            self.rule.norm_of_all = lambda norm: _root(sum_of_all(float(norm) ** 2), norm)
 
     def _delta(self, worker: int, weighted: bool, sequence: int) -> Tensor:
         return self.memory.weighted if weighted else self.memory.slot(worker, sequence)
