@@ -14,7 +14,7 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.compat.optimizers import FusedAdam, component_config
 from fairseq_async.method.option_flags import check_inner_optimizer
-from fairseq_async.method.spec import JsonObject, MethodSpec, hybrid_options
+from fairseq_async.method.spec import JsonObject, MethodSpec
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.plan import EpochPlan
@@ -70,7 +70,7 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Schedul
         schedule = build_lr_scheduler(component_config(scheduler, "lr_scheduler"), optimizer)
     clip_norm, elementwise = float(str(spec.framework["clip_norm"])), bool(optimizer.supports_flat_params)
     rest = {"clip_norm": clip_norm, "tensors": views, "elementwise": elementwise}
-    options, own = hybrid_options(spec), FairseqSchedule(optimizer, schedule)
+    options, own = spec.hybrid, FairseqSchedule(optimizer, schedule)
     with _fairseqs_errors(inner, scheduler):
         rule = ScheduledRule.of(options, spec.workers, optimizer.optimizer, own, **rest)
     return rule, EpochPlan(rule, spec.max_epoch, spec.whole_steps)

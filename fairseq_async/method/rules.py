@@ -1,8 +1,9 @@
-"""Registers the rules of this package, each with a function that builds it from its options. The algorithms are
-imported only when a rule is built."""
+"""Registers the rules of this package. Their classes are imported when a rule is built: torch takes seconds to import,
+and a wrong flag is to be answered at once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fairseq_async.method.registry import (
@@ -11,72 +12,48 @@ from fairseq_async.method.registry import (
     RuleContext,
     register_outer_rule,
 )
-from fairseq_async.options.config import (
-    BufferedNesterovOptions,
-    DelayedNesterovOptions,
-    DiLoCoOptions,
-    NesterovOptions,
-    OuterSGDOptions,
-)
-from fairseq_async.options.outer import (
-    HeLoCoOptions,
-    MomentumLookAheadOptions,
-)
+from fairseq_async.options import config, outer
+from fairseq_async.options.config import LocalSGDOptions
 
-if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag is to be answered at once
+if TYPE_CHECKING:
     from fairseq_async.algorithms import Rule
 
 __all__ = ["OUTER_RULES"]
 
 
-def _diloco(options: DiLoCoOptions, context: RuleContext) -> Rule:
-    from fairseq_async.algorithms import BufferedNesterov  # start-up time
+def _builder(name: str, *given: str | float) -> Callable[[LocalSGDOptions, RuleContext], Rule]:
+    """Returns a function that builds a rule of :mod:`fairseq_async.algorithms`.
 
-    return BufferedNesterov(options.outer_lr, options.outer_momentum, context.workers)
+    Args:
+        name: the rule's class.
+        given: its arguments: numbers, or names of the options, or of what the context has, that are passed.
+    """
 
+    def build(options: LocalSGDOptions, context: RuleContext) -> Rule:
+        from fairseq_async import algorithms  # start-up time
 
-def _nesterov(options: NesterovOptions, context: RuleContext) -> Rule:
-    from fairseq_async.algorithms import NesterovMomentum  # start-up time
+        known = {**vars(context), **dict(options.for_workers(context.workers))}
+        rule: Rule = getattr(algorithms, name)(*(known[each] if isinstance(each, str) else each for each in given))
+        return rule
 
-    return NesterovMomentum(options.outer_lr, options.outer_momentum, context.workers, options.start_ahead)
-
-
-def _buffered_nesterov(options: BufferedNesterovOptions, context: RuleContext) -> Rule:
-    from fairseq_async.algorithms import BufferedNesterov  # start-up time
-
-    size = options.buffer_size or context.workers
-    return BufferedNesterov(options.outer_lr, options.outer_momentum, size, options.start_ahead)
-
-
-def _delayed_nesterov(options: DelayedNesterovOptions, context: RuleContext) -> Rule:
-    from fairseq_async.algorithms import DelayedNesterov  # start-up time
-
-    delay = options.delay or context.workers
-    return DelayedNesterov(options.outer_lr, options.outer_momentum, delay, options.c, options.start_ahead)
+    return build
 
 
-def _sgd(options: OuterSGDOptions, context: RuleContext) -> Rule:
-    from fairseq_async.algorithms import NesterovMomentum  # start-up time
-
-    return NesterovMomentum(options.outer_lr, 0.0, context.workers)
-
-
-def _mla(options: MomentumLookAheadOptions, context: RuleContext) -> Rule:
-    from fairseq_async.algorithms import MomentumLookAhead  # start-up time
-
-    return MomentumLookAhead(options.outer_lr, options.outer_momentum, options.start_ahead)
-
-
-def _heloco(options: HeLoCoOptions, context: RuleContext) -> Rule:
-    from fairseq_async.algorithms import HeLoCo  # start-up time
-
-    return HeLoCo(options.outer_lr, options.outer_momentum, context.workers, context.sizes, options.start_ahead)
-
-
-register_outer_rule(OuterRule("diloco", DiLoCoOptions, _diloco, synchronous=True, divisible=True))
-register_outer_rule(OuterRule("nesterov", NesterovOptions, _nesterov, divisible=True))
-register_outer_rule(OuterRule("buffered_nesterov", BufferedNesterovOptions, _buffered_nesterov, divisible=True))
-register_outer_rule(OuterRule("delayed_nesterov", DelayedNesterovOptions, _delayed_nesterov, divisible=True))
-register_outer_rule(OuterRule("sgd", OuterSGDOptions, _sgd, divisible=True))
-register_outer_rule(OuterRule("mla", MomentumLookAheadOptions, _mla, divisible=True))
-register_outer_rule(OuterRule("heloco", HeLoCoOptions, _heloco, divisible=True))
+_MOMENTUM = ("outer_lr", "outer_momentum")
+_RULES: dict[str, tuple[type[LocalSGDOptions], Callable[[LocalSGDOptions, RuleContext], Rule]]] = {
+    "diloco": (config.DiLoCoOptions, _builder("BufferedNesterov", *_MOMENTUM, "workers")),
+    "nesterov": (config.NesterovOptions, _builder("NesterovMomentum", *_MOMENTUM, "workers", "start_ahead")),
+    "buffered_nesterov": (
+        config.BufferedNesterovOptions,
+        _builder("BufferedNesterov", *_MOMENTUM, "buffer_size", "start_ahead"),
+    ),
+    "delayed_nesterov": (
+        config.DelayedNesterovOptions,
+        _builder("DelayedNesterov", *_MOMENTUM, "delay", "c", "start_ahead"),
+    ),
+    "sgd": (config.OuterSGDOptions, _builder("NesterovMomentum", "outer_lr", 0.0, "workers")),
+    "mla": (outer.MomentumLookAheadOptions, _builder("MomentumLookAhead", *_MOMENTUM, "start_ahead")),
+    "heloco": (outer.HeLoCoOptions, _builder("HeLoCo", *_MOMENTUM, "workers", "sizes", "start_ahead")),
+}
+for _name, (_options, _build) in _RULES.items():
+    register_outer_rule(OuterRule(_name, _options, _build, synchronous=_name == "diloco", divisible=True))

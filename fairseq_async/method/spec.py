@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Annotated
 
 from pydantic import ConfigDict, FailFast, JsonValue, TypeAdapter, with_config
@@ -13,7 +13,8 @@ from fairseq_async.method import methods
 from fairseq_async.method.global_server import UpstreamOption, parse_upstream
 from fairseq_async.method.option_checks import check_buffers, check_fragments, check_shards
 from fairseq_async.options import compression
-from fairseq_async.options.config import HybridOptions, LocalSGDOptions, ServerOptions
+from fairseq_async.options.config import HybridOptions, LocalSGDOptions, Options, ServerOptions
+from fairseq_async.options.fragments import FragmentOptions
 from fairseq_async.options.validation import checked
 
 JsonObject = dict[str, JsonValue]
@@ -72,7 +73,8 @@ class MethodSpec:
     Attributes:
         method: name of the method, as in ``--optimizer`` and ``"method"``.
         workers: number of workers that were announced.
-        options: the method's own options, as its model dumps them, defaults filled in.
+        options: the method's own options, as its model dumps them, defaults filled in; :attr:`hybrid` and
+            :attr:`local_sgd` have them typed.
         server: timeouts, snapshots, recording.
         framework: settings that the front end's server needs: inner optimizer, learning-rate schedule, clipping.
         barrier: number of updates in a round, which are applied together; 0 applies each update when it arrives.
@@ -128,11 +130,40 @@ class MethodSpec:
         """Whether updates wait in rounds of a fixed size."""
         return self.barrier > 0 and not self.closes_early and not self.quorum
 
+    @cached_property
+    def _parsed(self) -> Options:
+        """The options as their model, parsed once; without any of its own for a method that only a simulation has.
+
+        Raises:
+            ConfigurationError: there is no such rule, or a value is out of its range.
+        """
+        methods.import_plugins()  # in the server too, for which a user may have registered a rule
+        model: type[Options] = Options
+        if self.method == "hybrid_async":
+            model = HybridOptions
+        elif self.method == "local_sgd":
+            model = methods.outer_rule(str(self.options.get("outer", "sgd"))).options
+        own = {name: value for name, value in self.options.items() if name in model.model_fields}
+        return checked(model, own, "the run's method")  # without what descriptions of before have besides
+
     @property
+    def hybrid(self) -> HybridOptions:
+        """The options of a run of hybrid asynchronous SGD; raises a ConfigurationError if they are not valid."""
+        assert isinstance(self._parsed, HybridOptions)
+        return self._parsed
+
+    @property
+    def local_sgd(self) -> LocalSGDOptions:
+        """The options of a run of local SGD, as the model of its rule; raises a ConfigurationError if there is no such
+        rule, or a value is out of its range."""
+        assert isinstance(self._parsed, LocalSGDOptions)
+        return self._parsed
+
+    @cached_property
     def upstream(self) -> UpstreamOption | None:
         """The global server above this run's own server, and this run's region; None where there is none."""
-        given = self.options.get("upstream")
-        return None if given is None else parse_upstream(str(given))
+        given = getattr(self._parsed, "upstream", None)
+        return None if given is None else parse_upstream(given)
 
     @property
     def of_regions(self) -> bool:
@@ -142,24 +173,22 @@ class MethodSpec:
     @property
     def fragments(self) -> int:
         """Number of fragments in which the model is exchanged."""
-        given = self.options.get("fragments", 1)
-        assert isinstance(given, int)
-        return given
+        return self._parsed.fragments if isinstance(self._parsed, FragmentOptions) else 1
 
     def of_a_fragment(self) -> "MethodSpec":
         """Returns the description of the same method for one fragment as if it was the whole model: ``local_steps`` is
         then the number of steps between the exchanges of two fragments."""
         if self.fragments == 1:
             return self
-        steps = self.options["local_steps"]
-        assert isinstance(steps, int)
-        turn: JsonObject = {"fragments": 1, "fragment_delay": 0, "local_steps": steps // self.fragments}
+        steps = self.local_sgd.local_steps // self.fragments
+        turn: JsonObject = {"fragments": 1, "fragment_delay": 0, "local_steps": steps}
         return replace(self, options=self.options | turn)
 
     @property
     def compress(self) -> compression.Compress:
         """The codecs of updates and parameters."""
-        return compression.parse(self.options.get("compress"))
+        given = getattr(self._parsed, "compress", None)
+        return given if isinstance(given, compression.Compress) else compression.Compress()
 
     @property
     def total_steps(self) -> int:
@@ -283,39 +312,12 @@ def global_spec(spec: MethodSpec, upstream: UpstreamOption, regions: int) -> Met
 
     The global run ends with the number of local steps that all regions together are to take.
     """
-    own, above = local_sgd_options(spec), upstream.above
-    counted = {"local_steps": MOST_LOCAL_STEPS, "total_steps": own.total_steps * spec.workers}
+    above = upstream.above
+    counted = {"local_steps": MOST_LOCAL_STEPS, "total_steps": spec.local_sgd.total_steps * spec.workers}
     framework: JsonObject = {_OF_REGIONS: True, "updates": above.updates, "merge": above.merge}
     described = local_sgd_spec(above.options.model_copy(update=counted), regions, [], None, framework)
     # a region that dies comes back: the server must not end while all regions are away for a moment
     return replace(described, server=spec.server, waits_for_dead=True)
-
-
-def hybrid_options(spec: MethodSpec) -> HybridOptions:
-    """Returns the options of a run from its description.
-
-    Raises:
-        ConfigurationError: a value is out of its range.
-    """
-    methods.import_plugins()  # in the server too, as where a run has an outer rule
-    return checked(HybridOptions, _own(HybridOptions, spec), _IN_A_RUN)
-
-
-def local_sgd_options(spec: MethodSpec) -> LocalSGDOptions:
-    """Returns the options of a run of local SGD, as the model of its rule.
-
-    Raises:
-        ConfigurationError: there is no such rule, or a value is out of its range.
-    """
-    return checked(model := methods.outer_rule(str(spec.options["outer"])).options, _own(model, spec), _IN_A_RUN)
-
-
-_IN_A_RUN = "the run's method"
-
-
-def _own(model: type[HybridOptions] | type[LocalSGDOptions], spec: MethodSpec) -> JsonObject:
-    """Returns the options that the model has: descriptions of before have others, too."""
-    return {name: value for name, value in spec.options.items() if name in model.model_fields}
 
 
 def _settings(server: ServerOptions | None) -> ServerSettings:

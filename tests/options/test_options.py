@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fairseq_async.errors import ConfigurationError, as_argument, as_flag, as_key, spell_options
 from fairseq_async.method import methods, option_flags
 from fairseq_async.method.methods import OuterRule, register_outer_rule
-from fairseq_async.method.spec import MethodSpec, hybrid_options, hybrid_spec, local_sgd_options, local_sgd_spec
+from fairseq_async.method.spec import MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.options.config import (
     AdasumOptions,
     DelayedNesterovOptions,
@@ -107,7 +107,7 @@ def test_a_description_is_read_back_from_both_formats(spec: MethodSpec) -> None:
 
 @given(local_sgd())
 def test_the_server_reads_the_options_that_its_workers_sent(spec: MethodSpec) -> None:
-    options = local_sgd_options(MethodSpec.from_json(as_version_0_1(spec)))
+    options = MethodSpec.from_json(as_version_0_1(spec)).local_sgd
     assert type(options) is methods.outer_rule(str(spec.options["outer"])).options
     assert options.model_dump(exclude={"shards"}) == spec.options
 
@@ -133,7 +133,7 @@ def test_a_description_of_version_0_1_has_the_options_of_every_rule() -> None:
     flat |= {"workers": 2, "barrier": 0, "grace": None, "waits_for_dead": False, "publishes": False, "shards": [3, 4]}
     flat |= {"lateness": {"power": 0.0, "limit": None, "compensation": 0.0}, "worker_timeout": 60.0}
     spec = MethodSpec.from_json(flat)
-    assert local_sgd_options(spec) == OuterSGDOptions(local_steps=4, outer_lr=1.0, total_steps=8)
+    assert spec.local_sgd == OuterSGDOptions(local_steps=4, outer_lr=1.0, total_steps=8)
     assert spec.shards == [3, 4] and spec.server.worker_timeout == 60.0
     options = OuterSGDOptions(local_steps=4, outer_lr=1.0, total_steps=8)
     ours = as_version_0_1(local_sgd_spec(options, 2, [3, 4], None, {}))
@@ -146,7 +146,7 @@ def test_steps_that_close_and_look_ahead_are_the_default_of_hybrid_and_a_barrier
     spec = MethodSpec.from_json(hybrid_spec(HybridOptions(), 3, None, {}, 0).to_json())
     assert (spec.closes_early, spec.barrier, spec.look_ahead, spec.grace_period) == (True, 3, None, None)
     words = HybridOptions.model_validate({"updates_per_step": "auto", "look_ahead": "auto"})
-    assert words == HybridOptions() == hybrid_options(spec)
+    assert words == HybridOptions() == spec.hybrid
     barrier = hybrid_spec(HybridOptions(barrier=True), 3, None, {}, 0)
     assert (barrier.closes_early, barrier.barrier, barrier.look_ahead) == (False, 3, 0.0)
     papers = HybridOptions.model_validate({"updates_per_step": 2, "look_ahead": "off"})
@@ -176,7 +176,7 @@ def test_options_of_hybrid_that_make_no_sense_are_refused_by_name(given: dict[st
 
 
 def test_defaults_that_depend_on_the_number_of_workers_are_numbers_in_the_description() -> None:
-    assert hybrid_options(hybrid_spec(HybridOptions(barrier=True), 3, None, {}, 0)).updates_per_step == 3
+    assert hybrid_spec(HybridOptions(barrier=True), 3, None, {}, 0).hybrid.updates_per_step == 3
     assert hybrid_spec(HybridOptions(barrier=True), 3, None, {}, 0).barrier == 3
     for outer, option in (("delayed_nesterov", "delay"), ("buffered_nesterov", "buffer_size")):
         options = methods.parse(LocalSGDOptions, {"outer": outer}, "test")

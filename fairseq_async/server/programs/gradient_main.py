@@ -8,7 +8,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from fairseq_async.algorithms import Rule
-from fairseq_async.method.spec import MethodSpec, hybrid_options
+from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.server.optimizers.learning_rates import Rates, RateTable
 from fairseq_async.server.optimizers.scheduled_rule import Schedule, ScheduledRule
@@ -57,14 +57,14 @@ def _scheduled(
     optimizer = build_optimizer(inner, layout, parameters)
     views = [Parameter(view) for view in layout.views(parameters)]
     rest = {"clip_norm": inner.clip_norm, "tensors": views, "elementwise": True}
-    return ScheduledRule.of(hybrid_options(spec), spec.workers, optimizer, schedule(optimizer), **rest)
+    return ScheduledRule.of(spec.hybrid, spec.workers, optimizer, schedule(optimizer), **rest)
 
 
 def _several(spec: MethodSpec, layout: Layout, parameters: Tensor) -> SeveralOptimizers:
     parts = parts_of(spec.framework)
     rules = [_scheduled(spec, layout, parameters, part, partial(_table, part.learning_rates)) for part in parts]
     tensors = [sum(1 << number for group in part.parameter_groups for number in group.tensors) for part in parts]
-    return SeveralOptimizers(rules, tensors, hybrid_options(spec).updates_per_step or spec.workers)
+    return SeveralOptimizers(rules, tensors, spec.hybrid.updates_per_step or spec.workers)
 
 
 def _table(rates: Rates, optimizer: Optimizer) -> RateTable:

@@ -5,7 +5,7 @@ from torch import Tensor
 from fairseq_async.algorithms import FragmentedRule, Rule, WorkerBuffers
 from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.method import methods
-from fairseq_async.method.spec import MethodSpec, local_sgd_options
+from fairseq_async.method.spec import MethodSpec
 from fairseq_async.options.config import AsyncLocalSGDOptions, LocalSGDOptions
 from fairseq_async.protocol.layout import NO_BUFFERS, Layout
 from fairseq_async.server.local_step_plan import LocalStepPlan
@@ -18,7 +18,7 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, L
     Raises:
         ConfigurationError: there is no such rule, or a value is out of its range.
     """
-    options = local_sgd_options(spec)
+    options = spec.local_sgd
     try:
         return _build_rule(spec, options, layout), LocalStepPlan(
             workers=spec.workers,

@@ -90,7 +90,7 @@ class _Parts:
     ) -> None:
         self._build, self._spec, self._layout, self._parameters = build, spec, layout, parameters
         self.fragments, self.shards = layout.fragments(spec.fragments), divided(spec, layout)
-        starts_ahead = spec.method == "local_sgd" and bool(spec.options.get("start_ahead"))
+        starts_ahead = spec.method == "local_sgd" and getattr(spec.local_sgd, "start_ahead", False)
         starts = shared_zeros(parameters.numel()) if starts_ahead else None
         whole = Memory(lambda worker, number: slot(worker), shared_zeros(parameters.numel()), starts)
         self.memory = [whole.of(fragment) for fragment in self.fragments]
