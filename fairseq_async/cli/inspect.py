@@ -62,7 +62,10 @@ def capacity(
     ] = "1,2,4,8",
     apart: Annotated[
         bool,
-        typer.Option("--apart", help="Each shard is on a machine of its own, with a link of its own (--shard-hosts)."),
+        typer.Option(
+            "--apart",
+            help="Each shard is on a machine of its own, with a link of its own (addresses in --server-shards).",
+        ),
     ] = False,
     compress: Annotated[
         str,

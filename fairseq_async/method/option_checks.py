@@ -32,9 +32,9 @@ def check_shards(options: HybridOptions | LocalSGDOptions, server: ServerOptions
     Raises:
         ConfigurationError: they do not.
     """
-    if server is None or (server.server_shards == 1 and not server.shard_hosts):
+    if server is None or server.server_shards == "1":
         return
-    given = option("shard_hosts") if server.shard_hosts else f"{option('server_shards')} {server.server_shards}"
+    given = f"{option('server_shards')} {server.server_shards}"
     if isinstance(options, LocalSGDOptions) and not methods.outer_rule(options.outer).divisible:
         raise ConfigurationError(f"{given} does not go with {option('outer')} {options.outer}: leave one of them out")
     if server.shard_hosts:
@@ -51,7 +51,7 @@ def _check_hosts(options: HybridOptions | LocalSGDOptions) -> None:
         "staleness_power": getattr(options, "staleness_power", 0.0) != 0,
         "delay_compensation": getattr(options, "delay_compensation", 0.0) > 0,
     }
-    _refuse(given, f"{option('shard_hosts')}, as no process has the whole model")
+    _refuse(given, f"{option('server_shards')} on other machines, as no process has the whole model")
 
 
 def check_buffers(options: LocalSGDOptions, server: ServerOptions | None) -> None:
@@ -64,8 +64,7 @@ def check_buffers(options: LocalSGDOptions, server: ServerOptions | None) -> Non
         return
     given = _with_parts(options) | {
         "overlap": getattr(options, "overlap", False),
-        "server_shards": server is not None and server.server_shards > 1,
-        "shard_hosts": server is not None and bool(server.shard_hosts),
+        "server_shards": server is not None and server.server_shards != "1",
     }
     _refuse(given, f"{option('buffers')} {options.buffers}, which exchanges values as they are")
 

@@ -1,6 +1,6 @@
 """Makes the flags of a command line, and the rows of a table, from the models of a method's options."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, TypeVar, get_args
@@ -11,7 +11,7 @@ from fairseq_async.errors import ConfigurationError, as_flag
 from fairseq_async.method import methods
 from fairseq_async.method.global_server import parse_upstream
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions, Options, ServerOptions
-from fairseq_async.options.validation import checked
+from fairseq_async.options.validation import checked, gone
 
 _WITHOUT_FLAG = ("method", "total_steps", "seed")  # fairseq has flags of its own for the last two
 _OF_FAIRSEQ = {"total_steps": "--max-update"}
@@ -121,6 +121,11 @@ def add_method_flags(parser: ArgumentParser, method: str) -> None:
     if method not in methods.SYNCHRONOUS:
         for option in server_flags():
             _add(parser, option, option.flag, option.name)
+        for name, instead in methods.METHODS[method].removed.items():
+            flag = as_flag(name)
+            parser.add_argument(
+                flag, nargs="?", action=_Gone, const=instead, default=SUPPRESS, help=SUPPRESS, dest=name
+            )
 
 
 def method_options(model: type[_Options], args: Namespace, others: Mapping[str, object]) -> _Options:
@@ -224,6 +229,13 @@ def _number(text: str) -> int | float | str:
     return text
 
 
+class _Gone(Action):
+    """The action of a flag of before: an error that says what to write in its place."""
+
+    def __call__(self, parser: ArgumentParser, *_: object) -> NoReturn:
+        parser.error(gone(self.dest, str(self.const), as_flag))
+
+
 class OneLineParser(ArgumentParser):
     """An argument parser that raises its errors, in one line, instead of printing the usage and exiting."""
 
@@ -238,7 +250,7 @@ class OneLineParser(ArgumentParser):
 
 def _dest(method: str, name: str) -> str:
     """Returns a flag's attribute with the method as a prefix: fairseq takes a flag of any component for its own where
-    the names are alike, as --buffer-size."""
+    the names are alike, as --delay."""
     return f"{method}_{name}"
 
 

@@ -45,7 +45,7 @@ _RULES: dict[str, tuple[type[LocalSGDOptions], Callable[[LocalSGDOptions, RuleCo
     "nesterov": (config.NesterovOptions, _builder("NesterovMomentum", *_MOMENTUM, "workers", "start_ahead")),
     "buffered_nesterov": (
         config.BufferedNesterovOptions,
-        _builder("BufferedNesterov", *_MOMENTUM, "buffer_size", "start_ahead"),
+        _builder("BufferedNesterov", *_MOMENTUM, "delay", "start_ahead"),
     ),
     "delayed_nesterov": (
         config.DelayedNesterovOptions,

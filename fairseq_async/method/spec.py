@@ -261,7 +261,6 @@ def hybrid_spec(
         framework=framework,
         barrier=(filled.updates_per_step or workers) if filled.barrier or filled.closes_early else 0,
         closes_early=filled.closes_early,
-        grace_period=filled.grace_period,
         look_ahead=0.0 if filled.barrier else filled.look_ahead,
         waits_for_dead=not filled.closes_early,
         last_version=None if filled.closes_early else total_steps or None,
@@ -321,7 +320,11 @@ def global_spec(spec: MethodSpec, upstream: UpstreamOption, regions: int) -> Met
 
 
 def _settings(server: ServerOptions | None) -> ServerSettings:
-    return ServerSettings() if server is None else ServerSettings(**server.model_dump(include=set(_SERVER)))
+    if server is None:
+        return ServerSettings()
+    given = server.model_dump(include=set(_SERVER))
+    shards = {"server_shards": server.shard_processes, "shard_hosts": server.shard_hosts}
+    return ServerSettings(**given | shards)
 
 
 _SERVER = tuple(each.name for each in fields(ServerSettings))
@@ -346,8 +349,11 @@ def _renamed(given: JsonObject) -> JsonObject:
         if isinstance(found := spec.get(level), dict):
             spec[level] = {key: value for key, value in found.items() if key not in _REMOVED}
     options = spec["options"]
-    if spec["method"] == "local_sgd" and isinstance(options, dict) and "look_ahead" in options:
-        options["start_ahead"] = options.pop("look_ahead")
+    if spec["method"] == "local_sgd" and isinstance(options, dict):
+        if "look_ahead" in options:
+            options["start_ahead"] = options.pop("look_ahead")
+        if "buffer_size" in options and options.get("outer") == "buffered_nesterov":
+            options["delay"] = options["buffer_size"]
     return spec
 
 

@@ -1,6 +1,6 @@
 """The base class of all models of options, and types of options."""
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -35,6 +35,12 @@ class Options(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    removed: ClassVar[dict[str, str]] = {
+        "shard_hosts": "give its addresses to {server_shards}, as in 2,HOST:PORT",
+        "no_standby": "leave it out",
+        "buffer_size": "give {delay}",
+    }
+    """Options of before, and what to write in their place."""
 
     @field_validator("*", mode="wrap")
     @classmethod

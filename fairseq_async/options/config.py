@@ -126,6 +126,13 @@ OuterLearningRate = Annotated[
         json_schema_extra={"default": "1.2 with sgd; 0.3 with mla; else 0.7"},
     ),
 ]
+Delay = Annotated[
+    Annotated[int, Field(ge=1)] | None,
+    Field(
+        description="arrivals N between two momentum steps; buffered_nesterov takes the mean of these",
+        json_schema_extra=_WORKERS,
+    ),
+]
 OuterMomentum = Annotated[float, Field(ge=0, lt=1, description="outer momentum β")]
 StartAhead = Annotated[
     bool,
@@ -160,10 +167,10 @@ class BufferedNesterovOptions(AsyncLocalSGDOptions):
     outer_lr: OuterLearningRate = 0.7
     outer_momentum: OuterMomentum = 0.9
     start_ahead: StartAhead = False
-    buffer_size: int | None = Field(None, ge=1, description="updates N that are averaged", json_schema_extra=_WORKERS)
+    delay: Delay = None
 
     def for_workers(self, workers: int) -> "BufferedNesterovOptions":
-        return self.model_copy(update={"buffer_size": self.buffer_size or workers})
+        return self.model_copy(update={"delay": self.delay or workers})
 
 
 class DelayedNesterovOptions(AsyncLocalSGDOptions):
@@ -173,9 +180,7 @@ class DelayedNesterovOptions(AsyncLocalSGDOptions):
     outer_lr: OuterLearningRate = 0.7
     outer_momentum: OuterMomentum = 0.9
     start_ahead: StartAhead = False
-    delay: int | None = Field(
-        None, ge=1, description="arrivals N between two momentum steps", json_schema_extra=_WORKERS
-    )
+    delay: Delay = None
     c: float = Field(0.0, ge=0, description="share of the momentum in each step, in [0, 1/delay]")
 
     def for_workers(self, workers: int) -> "DelayedNesterovOptions":
@@ -214,19 +219,13 @@ def _word_or_number(value: object, words: dict[str, float | None], number: str) 
 class HybridOptions(Options):
     """The options of hybrid asynchronous SGD (Aji & Heafield 2019, arXiv 1906.03496)."""
 
+    removed = Options.removed | {"grace_period": "leave it out: a step waits about half a worker's own step"}
     method: Literal["hybrid_async"] = "hybrid_async"
     updates_per_step: Annotated[int, Field(ge=1)] | None = Field(
         None,
         description="gradients that the server sums before it steps; auto: those that come at about the same time; "
         "1 is plain asynchronous SGD",
         json_schema_extra=_AUTO | {"metavar": "N"},
-    )
-    grace_period: Annotated[float, Field(ge=0, le=LONGEST)] | None = Field(
-        None,
-        description="updates_per_step auto: seconds within which another gradient has to be expected for a step to "
-        "wait for it",
-        json_schema_extra=_SECONDS
-        | {"default": "half a step of the worker that waits, longer if its steps are uneven"},
     )
     look_ahead: Annotated[float, Field(ge=0, le=1024)] | None = Field(
         None,
@@ -255,11 +254,6 @@ class HybridOptions(Options):
 
     @model_validator(mode="after")
     def _waits_for_somebody(self) -> "HybridOptions":
-        if self.grace_period is not None and not self.closes_early:
-            raise ValueError(
-                f"{option('grace_period')} is for {option('updates_per_step')} auto without {option('barrier')}: "
-                "leave it out"
-            )
         if self.barrier and self.look_ahead:
             raise ValueError(f"{option('look_ahead')} is for runs without {option('barrier')}: leave it out")
         return self

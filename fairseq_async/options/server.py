@@ -1,5 +1,7 @@
 """The options of a run's server, which every method with one has. Does not import torch."""
 
+import re
+
 from pydantic import Field, field_validator
 
 from fairseq_async.options.base import LONGEST, GivenPath, Options, Shown
@@ -8,6 +10,7 @@ from fairseq_async.options.validation import split_address
 _SECONDS: Shown = {"metavar": "S"}
 _FILE: Shown = {"metavar": "FILE"}
 _OFF: Shown = {"default": "off"}
+_MOST_SHARDS = 64
 
 
 class ServerOptions(Options):
@@ -61,31 +64,38 @@ class ServerOptions(Options):
         description="refuse an update whose norm is more than this many times the running median of its worker's",
         json_schema_extra=_OFF | {"metavar": "R"},
     )
-    server_shards: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="processes of the server, each with its share of the model's tensors",
+    server_shards: str = Field(
+        "1",
+        description="processes of the server, each with its share of the model's tensors, and addresses of "
+        "fairseq-async shard on other machines, each of which holds one more: 2 or HOST:PORT,… or 2,HOST:PORT,…",
         json_schema_extra={"metavar": "S"},
     )
-    shard_hosts: str = Field(
-        "",
-        description="addresses of fairseq-async shard on other machines, with commas between them; each holds one more "
-        "shard",
-        json_schema_extra=_OFF | {"metavar": "HOST:PORT,…"},
-    )
-    no_standby: bool = Field(False, description="start no second process that becomes the server when that dies")
     record: bool = Field(False, description="keep in the run's directory what a replay needs")
 
-    @field_validator("shard_hosts")
+    @field_validator("server_shards", mode="before")
     @classmethod
-    def _are_addresses(cls, hosts: str) -> str:
-        given = [host.strip() for host in hosts.split(",")] if hosts else []
-        for host in given:
+    def _are_shards(cls, given: object) -> str:
+        if isinstance(given, bool) or not isinstance(given, int | str):
+            raise ValueError("give a number of processes, addresses HOST:PORT with commas between them, or both")
+        first, *rest = (each.strip() for each in str(given).split(","))
+        here, hosts = (first, rest) if re.fullmatch(r"-?\d+", first) else ("1", [first, *rest])
+        if not 1 <= int(here) <= _MOST_SHARDS:
+            raise ValueError(f"give from 1 to {_MOST_SHARDS} processes")
+        for host in hosts:
             split_address(host)
-        if len(set(given)) < len(given):
+        if len(set(hosts)) < len(hosts):
             raise ValueError("the same address is given twice: each host holds one shard")
-        return ",".join(given)
+        return ",".join([here, *hosts])
+
+    @property
+    def shard_processes(self) -> int:
+        """Number of the server's own processes."""
+        return int(self.server_shards.partition(",")[0])
+
+    @property
+    def shard_hosts(self) -> str:
+        """Addresses of the shards on other machines, with commas between them."""
+        return self.server_shards.partition(",")[2]
 
     @field_validator("server")
     @classmethod

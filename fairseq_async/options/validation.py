@@ -35,6 +35,11 @@ _Model = TypeVar("_Model", bound=BaseModel)
 Spell = Callable[[str], str]
 
 
+def gone(name: str, instead: str, spell: Spell) -> str:
+    """Returns in words that an option of before is gone, and what to write instead."""
+    return f"{spell(name)} is gone: {instead.format(server_shards=spell('server_shards'), delay=spell('delay'))}"
+
+
 def first_mistake(error: ValidationError) -> str:
     """Returns the first mistake in one line, with its key."""
     first = error.errors()[0]
@@ -67,6 +72,9 @@ def checked(
         # unknown keys first: a key that is misspelt may also be reported as missing
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
         key = spell(".".join(map(str, first["loc"]))) + ": " if first["loc"] else ""
+        name, removed = str(first["loc"][0]) if first["loc"] else "", getattr(model, "removed", {})
+        if first["type"] == "extra_forbidden" and name in removed:
+            raise ConfigurationError(f"{where}: {gone(name, removed[name], spell)}") from error
         if first["type"] == "extra_forbidden":
             names = [each for each in [*sorted(model.model_fields), *sorted(also_known)] if each not in not_known]
             known = f"; known are {', '.join(names)}" if len(first["loc"]) == 1 else ""

@@ -19,10 +19,8 @@ def divided(spec: MethodSpec, layout: Layout) -> list[tuple[Fragment, ...]]:
     try:
         fragments_of(sizes, count)
     except ValueError as error:
-        given = f"{option('server_shards')} is {count}"
-        if spec.server.hosts:
-            given = f"{option('server_shards')} and {option('shard_hosts')} make {count} shards"
-        raise RefusedError(f"{given}: {error}".replace("fragments", "shards")) from error
+        given = f"{option('server_shards')} makes {count} shards: {error}"
+        raise RefusedError(given.replace("fragments", "shards")) from error
     of_each = [sizes[fragment.tensors] for fragment in layout.fragments(spec.fragments)]
     return [fragments_of(own, min(count, sum(size > 0 for size in own))) for own in of_each]
 

@@ -199,8 +199,8 @@ class HybridAsync(AsyncTraining):
         """
         server, options = self._server_options, self.options
         several, updates = f"with {len(self._parts)} optimizers", options.updates_per_step or 1
-        if server.server_shards > 1 or server.shard_hosts:
-            raise ConfigurationError(f"server_shards= and shard_hosts= do not go {several}: leave them out")
+        if server.server_shards != "1":
+            raise ConfigurationError(f"server_shards= does not go {several}: leave it out")
         if updates > 1 and not options.barrier:
             raise ConfigurationError(
                 f"updates_per_step is {updates}: {several}, give 1 or barrier=True, or leave it out"

@@ -357,9 +357,8 @@ class Run:
 
 def as_many(shards: int, hosts: int) -> str:
     """Returns what gives a server in so many shards to a user who has given so many hosts of shards."""
-    if shards > hosts:
-        return f"{option('server_shards')} {shards - hosts}"
-    return f"{option('shard_hosts')} with {shards - 1}" if shards > 1 else f"no {option('shard_hosts')}"
+    here, hosts = (shards - hosts, hosts) if shards > hosts else (1, shards - 1)
+    return f"{option('server_shards')} {here}" + ",HOST:PORT" * hosts
 
 
 def inner_optimizer(spec: MethodSpec) -> str | None:

@@ -119,7 +119,7 @@ def take_local_steps(client: Client, case: Case, workers: int, parameters: int, 
     parts = torch.randn(parameters).chunk(4)
     replica = TensorReplica([(str(number), torch.nn.Parameter(part)) for number, part in enumerate(parts)])
     worker = local_sgd_worker(client, replica, case.options)
-    server = ServerOptions(server_shards=case.shards)
+    server = ServerOptions(server_shards=str(case.shards))
     welcome = worker.join(local_sgd_spec(case.options, workers, [], server, {}))
     worker.begin(welcome if welcome.initialised else worker.bring_parameters(None))
     until.begin()

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from subprocess import Popen
@@ -41,7 +41,7 @@ COPIES_IN_WORKER = 1.0
 SHARDS, IN_SHARDS = 2, 1.01  # bound of the memory of all shards, relative to that of one process
 WORKERS = 2
 UPDATES = 6
-DEFAULT = HybridOptions(grace_period=0.01)  # both workers are in one thread: none pushes while the other waits
+DEFAULT = HybridOptions()
 WITHOUT_LOOK_AHEAD = DEFAULT.model_copy(update={"look_ahead": 0.0})
 LR: JsonObject = {"lr": [1e-4]}
 ADAM: JsonObject = {
@@ -129,7 +129,8 @@ def hybrid_server(
     memory: Callable[[int], Memory] = Memory.of,
 ) -> dict[str, Memory]:
     """Returns a server's memory after some updates, and after it has also written its state for a checkpoint."""
-    spec = hybrid_spec(options, WORKERS, ServerOptions(server_shards=shards), FRAMEWORK, total_steps=0)
+    spec = hybrid_spec(options, WORKERS, ServerOptions(server_shards=str(shards)), FRAMEWORK, total_steps=0)
+    spec = replace(spec, grace_period=0.01)  # both workers are in one thread: none pushes while the other waits
     process = ServerProcess("fairseq_async.launch.fairseq_server", WORKERS, out, out / "server.log")
     try:
         clients = [Client(process.address, process.token, number) for number in range(WORKERS)]

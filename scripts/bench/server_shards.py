@@ -47,7 +47,7 @@ def compared(cores: int) -> dict[str, tuple[int, int]]:
 
 def specification(method: str, shards: int) -> MethodSpec:
     """Returns the method: Adam with two gradients in a step, or an outer rule of local SGD."""
-    server = ServerOptions(server_shards=shards)
+    server = ServerOptions(server_shards=str(shards))
     if method == "Adam":
         adam = OptimizerSpec("Adam", [ParameterGroup(list(range(TENSORS)), {"lr": 1e-3})])
         return hybrid_spec(HybridOptions(updates_per_step=2), 2, server, adam.to_json(), 0)

@@ -123,7 +123,7 @@ def measure(hosts: int, parameters: int, bytes_per_second: float, rounds: int) -
 def spec(hosts: list[str]) -> MethodSpec:
     """Returns the method: every worker waits for the others, and a step subtracts the mean gradient."""
     inner = OptimizerSpec("SGD", [ParameterGroup(list(range(TENSORS)), {"lr": 1.0})])
-    server = ServerOptions(shard_hosts=",".join(hosts), snapshot_seconds=1e6)
+    server = ServerOptions(server_shards=",".join(hosts), snapshot_seconds=1e6)
     return hybrid_spec(HybridOptions(barrier=True), WORKERS, server, inner.to_json(), total_steps=0)
 
 

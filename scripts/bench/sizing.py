@@ -39,7 +39,7 @@ _FRAGMENTS = (2, 4, 8, 16)
 _SATURATED = 0.95  # share of the time in which a server or its link is busy
 _AHEAD = 1  # steps for which a worker goes on while a fragment is exchanged
 _HERE = "Shards (server_shards) are taken to be equal, each with a core of the server's machine; they share its link."
-_APART = "Shards (shard_hosts) are taken to be equal, each with a core and a link of its own."
+_APART = "Shards (addresses in server_shards) are taken to be equal, each with a core and a link of its own."
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ def shard_hosts(directory: Path, count: int, *flags: object) -> Iterator[ShardHo
 
 
 def server_options(addresses: list[str], shards: int = 1, **options: Any) -> ServerOptions:
-    return ServerOptions(server_shards=shards, shard_hosts=",".join(addresses), **options)
+    return ServerOptions(server_shards=",".join([str(shards), *addresses]), **options)
 
 
 def hybrid(server: ServerOptions, inner: OptimizerSpec = ADAM, **options: Any) -> MethodSpec:

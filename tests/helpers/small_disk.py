@@ -52,7 +52,7 @@ sys.exit(3)
 
 
 def in_shards() -> MethodSpec:
-    options = ServerOptions(server_shards=2, snapshot_seconds=1e-3)
+    options = ServerOptions(server_shards="2", snapshot_seconds=1e-3)
     return local_sgd_spec(methods.parse(LocalSGDOptions, {"local_steps": 1}, "test"), 2, [], options, {})
 
 

@@ -46,7 +46,6 @@ def local_sgd(draw: st.DrawFn) -> MethodSpec:
         "local_steps": st.integers(1, 99),
         "outer_lr": st.floats(0.1, 2),
         "delay": st.integers(1, 9),
-        "buffer_size": st.integers(1, 9),
         "dynamic_local_steps": st.booleans(),
         "grace_period": st.floats(0, 9),
         "staleness_power": st.floats(-2, 0),
@@ -87,7 +86,6 @@ def as_version_0_1(spec: MethodSpec) -> dict[str, Any]:
     options = {key: value for key, value in shown.pop("options").items() if key not in _OF_CLOSED_STEPS}
     levels = options | asdict(shown.pop("server")) | shown.pop("framework")
     if spec.method == "hybrid_async":
-        levels.pop("grace_period")
         unused = {"grace_period", "waits_for_dead", "publishes", "shards", *_OF_CLOSED_STEPS}
         return {key: value for key, value in shown.items() if key not in unused} | levels
     for name in ("last_version", *_OF_CLOSED_STEPS):
@@ -102,7 +100,7 @@ def test_a_description_is_read_back_from_both_formats(spec: MethodSpec) -> None:
     assert MethodSpec.from_json(now) == spec
     old = {key: value for key, value in spec.options.items() if key in MethodSpec.from_json(then).options}
     assert MethodSpec.from_json(then) == replace(spec, options=old, counts_in_rounds=False)
-    assert set(spec.options) - set(old) <= {"look_ahead", "grace_period"}
+    assert set(spec.options) - set(old) <= {"look_ahead"}
 
 
 @given(local_sgd())
@@ -158,8 +156,6 @@ def test_steps_that_close_and_look_ahead_are_the_default_of_hybrid_and_a_barrier
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"updates_per_step": 2, "grace_period": 1.0}, "--grace-period is for --updates-per-step auto"),
-        ({"barrier": True, "grace_period": 1.0}, "--grace-period is for --updates-per-step auto"),
         ({"barrier": True, "look_ahead": 2}, "--look-ahead is for runs without --barrier: leave it out"),
         ({"updates_per_step": "all"}, r'"updates_per_step": must be auto or a whole number .* \(it is \'all\'\)'),
         ({"updates_per_step": "off"}, r"must be auto or a whole number of at least 1 \(it is 'off'\)"),
@@ -178,7 +174,7 @@ def test_options_of_hybrid_that_make_no_sense_are_refused_by_name(given: dict[st
 def test_defaults_that_depend_on_the_number_of_workers_are_numbers_in_the_description() -> None:
     assert hybrid_spec(HybridOptions(barrier=True), 3, None, {}, 0).hybrid.updates_per_step == 3
     assert hybrid_spec(HybridOptions(barrier=True), 3, None, {}, 0).barrier == 3
-    for outer, option in (("delayed_nesterov", "delay"), ("buffered_nesterov", "buffer_size")):
+    for outer, option in (("delayed_nesterov", "delay"), ("buffered_nesterov", "delay")):
         options = methods.parse(LocalSGDOptions, {"outer": outer}, "test")
         assert local_sgd_spec(options, 5, [], None, {}).options[option] == 5
 
@@ -259,6 +255,15 @@ def test_an_option_with_the_name_of_one_of_the_servers_is_refused() -> None:
     ("method", "flags", "message"),
     [
         ("local_sgd", ["--outer", "adagrad"], "--optimizer local_sgd: --outer: Input should be 'diloco', "),
+        ("local_sgd", ["--buffer-size", "2"], "--buffer-size is gone: give --delay"),
+        (
+            "hybrid_async",
+            ["--shard-hosts=a:1"],
+            "--shard-hosts is gone: give its addresses to --server-shards, as in 2,",
+        ),
+        ("hybrid_async", ["--grace-period", "1"], "--grace-period is gone: leave it out"),
+        ("hybrid_async", ["--no-standby"], "--no-standby is gone: leave it out"),
+        ("local_sgd", ["--server-shards", "0"], "--server-shards: give from 1 to 64 processes"),
         ("local_sgd", ["--local-steps", "none"], "--local-steps: Input should be a valid integer"),
         ("local_sgd", ["--outer-lr"], "argument --outer-lr: expected one argument"),
         (

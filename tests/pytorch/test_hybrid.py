@@ -383,7 +383,7 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Optimizer], dict[str, Any], str]] =
     "a name that is misspelt": (
         OPTIMIZERS["Adam"],
         {"total_step": 3},
-        "total_step; known are barrier, compress, grace_period, look_ahead, seed, total_steps",
+        "total_step; known are barrier, compress, look_ahead, seed, total_steps",
     ),
     "a bad value": (OPTIMIZERS["Adam"], {"updates_per_step": 0}, "updates_per_step: Input should be greater"),
     "a server's bad value": (OPTIMIZERS["Adam"], {"snapshot_seconds": -1}, "snapshot_seconds: Input should be"),

@@ -265,7 +265,7 @@ WRONG: dict[str, tuple[Callable[[list[nn.Module]], Any], dict[str, Any], str]] =
     "too few schedulers": (by_model, {"scheduler": [None]}, "scheduler has 1 for 2 optimizers"),
     "several updates": (by_model, {"updates_per_step": 3}, "with 2 optimizers, give 1"),
     "starts ahead": (by_model, {"look_ahead": 2}, "look_ahead is 2.0: with 2 optimizers, leave it out"),
-    "shards": (by_model, {"server_shards": 2}, "server_shards= and shard_hosts= do not go with 2 optimizers"),
+    "shards": (by_model, {"server_shards": 2}, "server_shards= does not go with 2 optimizers"),
 }
 
 

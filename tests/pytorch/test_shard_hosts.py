@@ -29,7 +29,7 @@ def test_a_run_outlives_its_shard_and_its_server(
         certificates.make(tmp_path / "tls", ["127.0.0.1"])
         tls = ["--tls", tmp_path / "tls"]
     with shard_hosts(tmp_path, 1, *tls) as hosts:
-        method = f"HybridAsync(model, optimizer, total_steps=300, shard_hosts='{hosts.option}', snapshot_seconds=0.5)"
+        method = f"HybridAsync(model, optimizer, total_steps=300, server_shards='{hosts.option}', snapshot_seconds=0.5)"
         Path("train.py").write_text(SCRIPT.replace("METHOD", method))
         launcher = [command("fairseq-async"), "launch", "--workers", 2, "--token-file", hosts.token_file, *tls]
         job = processes.start(
@@ -62,7 +62,7 @@ def test_a_run_whose_workers_wait_for_a_shard_finds_it_when_it_is_back(
     """
     monkeypatch.chdir(tmp_path)
     with shard_hosts(tmp_path, 1) as hosts:
-        method = f"HybridAsync(model, optimizer, total_steps=300, shard_hosts='{hosts.option}', snapshot_seconds=900)"
+        method = f"HybridAsync(model, optimizer, total_steps=300, server_shards='{hosts.option}', snapshot_seconds=900)"
         Path("train.py").write_text(SCRIPT.replace("METHOD", method))
         launcher = [command("fairseq-async"), "launch", "--workers", 1, "--token-file", hosts.token_file]
         job = processes.start(
@@ -84,7 +84,7 @@ def test_one_worker_with_two_shards_elsewhere_trains_as_with_one_process(
 ) -> None:
     answers = []
     with shard_hosts(tmp_path, 2) as hosts:
-        for given in ("", f", shard_hosts='{hosts.option}'"):
+        for given in ("", f", server_shards='{hosts.option}'"):
             folder = tmp_path / f"run{len(answers)}"
             folder.mkdir()
             monkeypatch.chdir(folder)

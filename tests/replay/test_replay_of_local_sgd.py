@@ -176,7 +176,7 @@ def test_each_version_of_the_replay_is_that_of_the_run(
     tmp_path: Path, options: dict[str, Any], work: Callable[[Live], None], shards: int
 ) -> None:
     chosen = methods.parse(LocalSGDOptions, options, "test")
-    spec = local_sgd_spec(chosen, 2, [], ServerOptions(record=True, server_shards=shards), {})
+    spec = local_sgd_spec(chosen, 2, [], ServerOptions(record=True, server_shards=str(shards)), {})
     live = Live(tmp_path, spec)
     try:
         work(live)
@@ -201,7 +201,7 @@ def test_a_run_with_a_shard_on_another_machine_is_repeated_on_one(
     tmp_path: Path, outer: str, host: str, one_host: ShardHosts
 ) -> None:
     options: dict[str, Any] = {"outer": outer}
-    given = ServerOptions(record=True, shard_hosts=one_host.option)
+    given = ServerOptions(record=True, server_shards=one_host.option)
     spec = local_sgd_spec(methods.parse(LocalSGDOptions, options, "test"), 2, [], given, {})
     check_replay(tmp_path, spec, host, one_by_one)
 
@@ -211,7 +211,7 @@ def test_lines_to_a_shard_that_break_again_and_again_lose_and_double_nothing(
     tmp_path: Path, host: str, one_host: ShardHosts
 ) -> None:
     relay = CuttingRelay(one_host.addresses[0], most=3000, seed=1)  # an exchange takes some 600
-    given = ServerOptions(record=True, shard_hosts=relay.address)
+    given = ServerOptions(record=True, server_shards=relay.address)
     spec = local_sgd_spec(methods.parse(LocalSGDOptions, {"outer": "mla"}, "test"), 2, [], given, {})
 
     def at_the_same_time(live: Live) -> None:

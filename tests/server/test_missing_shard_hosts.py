@@ -128,24 +128,25 @@ def test_what_says_nothing_holds_a_server_up_no_longer_than_what_is_not_there(mo
 def test_what_needs_the_whole_model_in_one_process_is_refused(options: dict[str, Any], named: str) -> None:
     chosen = outer_rule("sgd").options(**options)
     assert isinstance(chosen, LocalSGDOptions)
-    with pytest.raises(ConfigurationError, match=f"--{named} does not go with --shard-hosts"):
+    with pytest.raises(ConfigurationError, match=f"--{named} does not go with --server-shards on other machines"):
         local_sgd_spec(chosen, 2, [], server_options(["10.0.0.2:1"]), {})
 
 
 @pytest.mark.parametrize("given", ["here", "a:1,a:1", "a:1,,b:1", "a:0x1"])
 def test_addresses_are_checked(given: str) -> None:
     with pytest.raises(ValueError):
-        ServerOptions(shard_hosts=given)
+        ServerOptions(server_shards=given)
 
 
 def test_more_shards_than_tensors_are_refused() -> None:
     spec = hybrid(server_options([f"a:{port}" for port in range(1, 7)]))
-    with pytest.raises(RefusedError, match="--server-shards and --shard-hosts make 7 shards: the model has 6 tensors"):
+    with pytest.raises(RefusedError, match="--server-shards makes 7 shards: the model has 6 tensors"):
         kept_here(spec, LAYOUT)
 
 
 @pytest.mark.parametrize(
-    ("before", "remedy"), [(4, "--server-shards 2"), (2, "--shard-hosts with 1"), (1, "no --shard-hosts")]
+    ("before", "remedy"),
+    [(4, "--server-shards 2,HOST:PORT,HOST:PORT"), (2, "--server-shards 1,HOST:PORT"), (1, "--server-shards 1")],
 )
 def test_a_state_of_another_number_of_shards_names_what_gives_as_many(before: int, remedy: str) -> None:
     assert as_many(before, hosts=2) == remedy

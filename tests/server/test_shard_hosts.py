@@ -133,7 +133,7 @@ def test_a_server_goes_on_from_a_state_also_with_other_hosts(method: str, hosts:
         torch.save(first.server.state_dict(), path)
         first.push(3, 4)
         expected = torch.stack([first.start(0), first.start(1, look_ahead=2.0 * (method == "hybrid"))])
-    for given in (server_options(hosts.addresses[::-1]), ServerOptions(server_shards=3)):
+    for given in (server_options(hosts.addresses[::-1]), ServerOptions(server_shards="3")):
         with ServedByHosts(build, spec(given), tmp_path) as second:
             state = torch.load(path, weights_only=True)
             second.server.load_state_dict(state)

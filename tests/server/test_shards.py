@@ -38,12 +38,12 @@ from tests.helpers.sharded import ADAM, LAYOUT, OUTER, SIZES, Served, options_of
 
 def hybrid(shards: int, inner: OptimizerSpec = ADAM) -> MethodSpec:
     options = HybridOptions(updates_per_step=2)
-    return hybrid_spec(options, 2, ServerOptions(server_shards=shards), inner.to_json(), 0)
+    return hybrid_spec(options, 2, ServerOptions(server_shards=str(shards)), inner.to_json(), 0)
 
 
 def local_sgd(shards: int, outer: str, **changes: Any) -> MethodSpec:
     options = outer_rule(outer).options(outer=outer, **OUTER[outer] | changes)
-    return local_sgd_spec(options, 2, [], ServerOptions(server_shards=shards), {})
+    return local_sgd_spec(options, 2, [], ServerOptions(server_shards=str(shards)), {})
 
 
 def served(build: Build, spec: MethodSpec, directory: Path, staleness: StalenessPolicy | None = None) -> Served:
@@ -209,7 +209,7 @@ def test_epochs_and_limits_of_rounds_reach_every_shard(tmp_path: Path) -> None:
 
 
 def test_more_shards_than_tensors_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="--server-shards is 7: the model has 6 tensors"):
+    with pytest.raises(RefusedError, match="--server-shards makes 7 shards: the model has 6 tensors"):
         served(gradient_main.build, hybrid(7), tmp_path)
 
 
@@ -257,11 +257,11 @@ def test_a_rule_of_ones_own_is_refused_where_it_may_look_at_the_whole_model(
         options_of("sgd").model_copy(update={"upstream": "10.0.0.1:1,outer=mine"}),
     ):
         with pytest.raises(ConfigurationError, match="--server-shards 2 does not go with --outer mine"):
-            local_sgd_spec(options, 2, [], ServerOptions(server_shards=2), {})
+            local_sgd_spec(options, 2, [], ServerOptions(server_shards="2"), {})
     monkeypatch.setitem(OUTER_RULES, "mine", replace(own_rule, divisible=True))
 
     def spec(shards: int) -> MethodSpec:
-        return local_sgd_spec(LocalSGDOptions(outer="mine"), 2, [], ServerOptions(server_shards=shards), {})
+        return local_sgd_spec(LocalSGDOptions(outer="mine"), 2, [], ServerOptions(server_shards=str(shards)), {})
 
     (alone, _), *others = results(local_sgd_main.build, spec, tmp_path)
     assert all(torch.equal(parameters, alone) for parameters, _ in others)

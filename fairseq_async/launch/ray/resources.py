@@ -8,7 +8,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.command.programs import is_fairseq
 
 _GROUP = re.compile(r"([1-9]\d*)\*(CPU|GPU)(?::([1-9]\d*))?")
-_SHARDS, _HOSTS = "--server-shards", "--shard-hosts"
+_SHARDS = "--server-shards"
 _NEEDING_ONE_PROCESS = (
     "--compress",
     "--fragments",
@@ -55,6 +55,12 @@ def parse_workers(text: str) -> list[Resources]:
     return found
 
 
+def server_shards(command: list[str]) -> str:
+    """Returns the value of ``--server-shards`` in a command, 1 by default."""
+    words = [part for word in command for part in word.split("=", 1)]
+    return dict(zip(words, words[1:], strict=False)).get(_SHARDS, "1")
+
+
 def check_shards(command: list[str], shards: int) -> None:
     """Checks that the server of a command can have shards on other nodes.
 
@@ -69,9 +75,9 @@ def check_shards(command: list[str], shards: int) -> None:
             f"--shards {shards}: is for fairseq-train; give a script's optimizer server_shards={shards}, and "
             f'DeepSpeed\'s JSON "server_shards": {shards}, for shards on one node'
         )
+    if ":" in server_shards(command):
+        raise ConfigurationError(f"--shards {shards}: {_SHARDS} has addresses in the command; give one of them")
     for flag in (word.partition("=")[0] for word in command):
-        if flag == _HOSTS:
-            raise ConfigurationError(f"--shards {shards}: the command has {_HOSTS}; give one of them")
         if flag in _NEEDING_ONE_PROCESS:
             raise ConfigurationError(
                 f"--shards {shards}: {flag} does not go with shards on other nodes; leave it out, or give the command "

@@ -24,7 +24,7 @@ from fairseq_async.launch.progress.display import Display
 from fairseq_async.launch.progress.progress import Progress
 from fairseq_async.launch.ray.cluster import Actors, connect, ended, find_registry
 from fairseq_async.launch.ray.registry import Ended, NodeAddress, State
-from fairseq_async.launch.ray.resources import Resources
+from fairseq_async.launch.ray.resources import Resources, server_shards
 from fairseq_async.launch.ray.server import ServerTask
 from fairseq_async.launch.ray.shard import ShardTask
 from fairseq_async.launch.ray.worker import WorkerTask
@@ -255,8 +255,8 @@ class RayRun:
 
     def _line(self) -> list[str]:
         line = self._command.line(None)
-        hosts = ",".join(f"{place.host}:{place.port}" for _, place in sorted(self._shards.items()))
-        return [*line, "--shard-hosts", hosts] if hosts else line
+        hosts = [f"{place.host}:{place.port}" for _, place in sorted(self._shards.items())]
+        return [*line, "--server-shards", ",".join([server_shards(line), *hosts])] if hosts else line
 
     def _after_shard(self, run: ray.ObjectRef) -> None:
         self._actors.shards.remove(run)

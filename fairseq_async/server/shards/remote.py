@@ -73,7 +73,7 @@ class HostConnector:
                 lacks, cause, patience = _missing(address, error), error, _ARRIVAL_SECONDS
             waited = time.monotonic() - began
             if waited > patience or self.abandoned():
-                raise RefusedError(f"{option('shard_hosts')}: {lacks}") from cause
+                raise RefusedError(f"{option('server_shards')}: {lacks}") from cause
             if waited > _QUIET_SECONDS and not told:
                 self.tell(f"the run waits: {lacks}")
                 told = True
@@ -170,7 +170,7 @@ def connect_hosts(
     if not spec.server.hosts:
         return []
     if reach is None:
-        raise RefusedError(f"this server reaches no {option('shard_hosts')}")
+        raise RefusedError(f"{option('server_shards')}: this server reaches no shards on other machines")
     shards: list[RemoteShard] = []
     try:
         placed = zip(spec.server.hosts, at_hosts(spec, layout), strict=True)

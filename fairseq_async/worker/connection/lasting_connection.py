@@ -223,7 +223,7 @@ class LastingConnection:
         if self.lines is not None and self.lines.missing:
             return (
                 f"the server at {self.address} is there, and its shard at {self.lines.missing} "
-                f"({option('shard_hosts')}) cannot be reached from this machine"
+                f"({option('server_shards')}) cannot be reached from this machine"
             )
         return self._gone.format(self.address)
 

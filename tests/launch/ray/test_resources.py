@@ -96,7 +96,7 @@ def test_mistakes_are_one_line_each(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert '--workers "4*TPU"' in said(monkeypatch, capsys, "--workers", "4*TPU", *job)
     assert "COMMAND" in said(monkeypatch, capsys, "--workers", "2*CPU", "--")
     assert "server_shards=2" in said(monkeypatch, capsys, "--workers", "2*CPU", "--shards", "2", *job)
-    twice = ["--", "fairseq-train", "data", "--shard-hosts=a:1"]
+    twice = ["--", "fairseq-train", "data", "--server-shards=a:1"]
     assert "give one of them" in said(monkeypatch, capsys, "--workers", "2*CPU", "--shards", "2", *twice)
     assert "scale two: how many workers more or fewer" in said(monkeypatch, capsys, "scale", "two")
     assert "--name is empty" in said(monkeypatch, capsys, "--name", "", "scale", "+2")
