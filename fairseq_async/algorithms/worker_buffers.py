@@ -34,7 +34,7 @@ class WorkerBuffers(CompoundRule, ComparingRule):
         self._parameters, self._round = parameters, workers
         self._values: list[Tensor] = []
 
-    def take(self, parameters: Tensor, update: Update) -> None:
+    def store_buffers(self, parameters: Tensor, update: Update) -> None:
         """Takes the buffers of an update that is about to be applied, before staleness weighs its differences."""
         if not (self.average or update.worker == 0):
             return

@@ -25,7 +25,7 @@ def divided(spec: MethodSpec, layout: Layout) -> list[tuple[Fragment, ...]]:
     return [fragments_of(own, min(count, sum(size > 0 for size in own))) for own in of_each]
 
 
-def kept_here(spec: MethodSpec, layout: Layout) -> Fragment:
+def local_part(spec: MethodSpec, layout: Layout) -> Fragment:
     """Returns the part of the model that the server's own machine has: all of it without shards on other machines."""
     if not spec.server.hosts:
         return _joined(layout.fragments(1))
@@ -34,10 +34,10 @@ def kept_here(spec: MethodSpec, layout: Layout) -> Fragment:
 
 def exchanged(spec: MethodSpec, layout: Layout) -> tuple[Fragment, ...]:
     """Returns the parts of the model that a worker exchanges with the server's own machine, in turn."""
-    return (kept_here(spec, layout),) if spec.server.hosts else layout.fragments(spec.fragments)
+    return (local_part(spec, layout),) if spec.server.hosts else layout.fragments(spec.fragments)
 
 
-def at_hosts(spec: MethodSpec, layout: Layout) -> tuple[Fragment, ...]:
+def host_parts(spec: MethodSpec, layout: Layout) -> tuple[Fragment, ...]:
     """Returns the part of the model that each host of a shard has, in the order of the hosts."""
     return divided(spec, layout)[0][spec.server.server_shards :] if spec.server.hosts else ()
 

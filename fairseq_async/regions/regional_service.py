@@ -15,11 +15,13 @@ from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Answer
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.protocol.notices import Tell
+from fairseq_async.records.recording import merge_path
+from fairseq_async.regions.upstream import GlobalParameters, GlobalServerLink, News, RegionLeft, RegionLost, Upstream
+from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.plan import Build
 from fairseq_async.server.run import Run
 from fairseq_async.server.service import Service
-from fairseq_async.server.upstream import Above, Left, Link, Lost, News, Upstream
 
 _WAKEUP_BYTES = 64  # bytes that are read from the wake-up socket at once; each says only that there is news
 
@@ -32,7 +34,39 @@ class Beginning:
     source: str
 
 
-Connect = Callable[[UpstreamOption, MethodSpec, Layout, Callable[[], object]], Link]
+class RegionalRun(Run):
+    """The run of a region's server.
+
+    Attributes:
+        upstream: the run as a worker of the global server; None before it begins, or where its method names none.
+    """
+
+    upstream: Upstream | None = None
+
+    def begin(
+        self, build: Build, parameters: Tensor, state: State | None, source: str, membership: Membership, time: float
+    ) -> None:
+        super().begin(build, parameters, state, source, membership, time)
+        if (given := self.spec.upstream) is not None:
+            self.upstream = Upstream(given.above, self.coordinator)
+            if state is not None and "upstream" in state:  # not in a checkpoint of a run that was no region
+                self.upstream.load_state_dict(state["upstream"])
+
+    def log_merge(self, values: Tensor) -> None:
+        """Keeps, if the run is recorded, the global server's parameters whose merge has made the present version."""
+        if self.spec.server.record:
+            self.events.keep(merge_path(self.run_dir, self.coordinator.server.version), values)
+
+    def state_dict(self) -> State:
+        return super().state_dict() | ({} if self.upstream is None else {"upstream": self.upstream.state_dict()})
+
+
+def _regional(run: Run) -> RegionalRun:
+    assert isinstance(run, RegionalRun)
+    return run
+
+
+Connect = Callable[[UpstreamOption, MethodSpec, Layout, Callable[[], object]], GlobalServerLink]
 """Makes the connection to a global server. The connection calls the last argument when there is news."""
 
 
@@ -50,6 +84,8 @@ class RegionalService(Service):
         connect: makes the connection to the global server.
     """
 
+    run_class = RegionalRun
+
     def __init__(self, token: str, workers: int, run_dir: Path, build: Build, tell: Tell, connect: Connect) -> None:
         super().__init__(token, workers, run_dir, build, tell=tell)
         self._connect = connect
@@ -57,7 +93,7 @@ class RegionalService(Service):
         self._wakeup_reader.setblocking(False)
         self._wakeup_writer.setblocking(False)
         self.wakeup = self._wakeup_reader
-        self._link: Link | None = None
+        self._link: GlobalServerLink | None = None
         self._beginning: Beginning | None = None
         self._ending_at: float | None = None
         self._leaving = self._has_left = False
@@ -98,7 +134,7 @@ class RegionalService(Service):
             self._link = self._connect(given, run.spec, run.layout, self._wake_event_loop)
             self._link.join(parameters.clone(), patient)
 
-    def _begin_with(self, run: Run, beginning: Beginning, above: Above) -> None:
+    def _begin_with(self, run: Run, beginning: Beginning, above: GlobalParameters) -> None:
         """Begins the run with the global server's parameters, and welcomes the workers that wait."""
         self._beginning = None
         try:
@@ -120,9 +156,9 @@ class RegionalService(Service):
 
     def _deliver(self, run: Run, outcome: Outcome) -> None:
         super()._deliver(run, outcome)
-        if run.upstream is not None:
-            run.upstream.count(outcome.settled)
-            self._send_if_due(run.upstream)
+        if (upstream := _regional(run).upstream) is not None:
+            upstream.count(outcome.settled)
+            self._send_if_due(upstream)
 
     def _send_if_due(self, upstream: Upstream) -> None:
         drift = upstream.due(self.clock())
@@ -132,20 +168,20 @@ class RegionalService(Service):
     def _handle_news(self, run: Run, news: News) -> None:
         beginning = self._beginning
         match news:
-            case Left():
+            case RegionLeft():
                 self._has_left = True
-            case Lost() if beginning is not None:
+            case RegionLost() if beginning is not None:
                 self._fail(news.reason)
-            case Lost():
+            case RegionLost():
                 if not self._upstream(run).finished:
                     self.tell(f"{news.reason}; this region goes on alone")
                 self._upstream(run).lose()
-            case Above() if beginning is not None:
+            case GlobalParameters() if beginning is not None:
                 self._begin_with(run, beginning, news)
-            case Above():
+            case GlobalParameters():
                 self._handle_parameters(run, self._upstream(run), news)
 
-    def _handle_parameters(self, run: Run, upstream: Upstream, above: Above) -> None:
+    def _handle_parameters(self, run: Run, upstream: Upstream, above: GlobalParameters) -> None:
         version = run.coordinator.server.version
         if upstream.joined:
             upstream.merge(above)
@@ -155,7 +191,7 @@ class RegionalService(Service):
                 self._link.send(upstream.drift)
         if run.coordinator.server.version > version:
             run.publish()
-            run.log_merge(above.values)
+            _regional(run).log_merge(above.values)
         if upstream.finished and not run.coordinator.finished:
             self.journal("above", "the global run is over: this region's ends")
             self._deliver(run, run.coordinator.end(self.clock()))
@@ -165,11 +201,11 @@ class RegionalService(Service):
     def _is_busy(self) -> bool:
         """Whether a finished region still has last updates, or a goodbye, to send to the global server."""
         run = self.begun
-        if run is None or run.upstream is None or self._link is None or not run.coordinator.finished:
+        if run is None or self._link is None or not run.coordinator.finished:
             return False
         now = self.clock()
         self._ending_at = self._ending_at or now
-        if run.upstream.idle and not self._leaving:
+        if self._upstream(run).idle and not self._leaving:
             self._leaving = True
             self._link.leave()
         if now - self._ending_at > self.membership.timeout and not self._has_left:
@@ -179,8 +215,9 @@ class RegionalService(Service):
 
     @staticmethod
     def _upstream(run: Run) -> Upstream:
-        assert run.upstream is not None  # there is a link only where the run's method names a global server
-        return run.upstream
+        upstream = _regional(run).upstream
+        assert upstream is not None  # there is a link only where the run's method names a global server
+        return upstream
 
     def _wake_event_loop(self) -> None:
         """Makes the event loop tick soon; called in the link's thread."""

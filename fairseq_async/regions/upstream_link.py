@@ -19,14 +19,14 @@ from fairseq_async.method.spec import MethodSpec, global_spec
 from fairseq_async.options.validation import split_address
 from fairseq_async.protocol import Layout, Push, Report, Welcome
 from fairseq_async.protocol.notices import Tell
-from fairseq_async.server.upstream import Above, Drift, Left, Lost, News
+from fairseq_async.regions.upstream import GlobalParameters, News, RegionLeft, RegionLost, RegionUpdate
 from fairseq_async.worker.connection.client import Client
 
 _PAUSE, _LONGEST_PAUSE = 0.2, 5.0  # seconds between two attempts to join
 
 
 class UpstreamLink:
-    """Joins the global server and exchanges with it; see :class:`~fairseq_async.server.upstream.Link`.
+    """Joins the global server and exchanges with it; see :class:`~fairseq_async.regions.upstream.GlobalServerLink`.
 
     Hazard: only the thread of this class may use the client. The region's main thread puts work into one queue and
     takes news out of another.
@@ -54,7 +54,7 @@ class UpstreamLink:
     ) -> None:
         self.given, self.spec, self.layout = given, spec, layout
         self._token, self._tls, self._own, self._tell, self._on_news = token, tls, own, tell, on_news
-        self._work: SimpleQueue[Drift | None] = SimpleQueue()
+        self._work: SimpleQueue[RegionUpdate | None] = SimpleQueue()
         self._news: SimpleQueue[News] = SimpleQueue()
         self._thread: threading.Thread
 
@@ -63,19 +63,19 @@ class UpstreamLink:
         self._thread = threading.Thread(target=self._run, args=(parameters, patient), daemon=True)
         self._thread.start()
 
-    def send(self, drift: Drift) -> None:
-        """See :class:`~fairseq_async.server.upstream.Link`."""
+    def send(self, drift: RegionUpdate) -> None:
+        """See :class:`~fairseq_async.regions.upstream.GlobalServerLink`."""
         self._work.put(drift)
 
     def leave(self) -> None:
-        """See :class:`~fairseq_async.server.upstream.Link`."""
+        """See :class:`~fairseq_async.regions.upstream.GlobalServerLink`."""
         self._work.put(None)
 
     def news(self) -> News | None:
-        """See :class:`~fairseq_async.server.upstream.Link`."""
+        """See :class:`~fairseq_async.regions.upstream.GlobalServerLink`."""
         with suppress(Empty):
             news = self._news.get_nowait()
-            if isinstance(news, Left):
+            if isinstance(news, RegionLeft):
                 self._thread.join()  # hazard: a thread that frees a tensor while Python ends aborts the process
             return news
         return None
@@ -94,10 +94,10 @@ class UpstreamLink:
                 self._post(self._exchanged(client, drift))
             client.leave(finished=False)
         except AsyncError as error:
-            self._post(Lost(str(error)))
+            self._post(RegionLost(str(error)))
             while self._work.get() is not None:
                 pass  # drop work that was queued before the region read that the server is lost
-        self._post(Left())
+        self._post(RegionLeft())
 
     def _joined(self, parameters: Tensor, patient: bool) -> tuple[Client, Welcome]:
         """Returns a client that has joined.
@@ -165,20 +165,20 @@ class UpstreamLink:
                 f"{option('upstream')} {self.given.address} is this run's own server; give the global server's address"
             )
 
-    def _exchanged(self, client: Client, drift: Drift) -> Above:
+    def _exchanged(self, client: Client, drift: RegionUpdate) -> GlobalParameters:
         report = Report(local_steps=drift.steps, step_seconds=drift.seconds)
         push = Push(drift.sequence, drift.base_version, float(drift.steps), report)
         answer = client.push(lambda slot: slot.copy_(drift.values), push)
         return self._pulled(client, drift.sequence + 1, answer.finished)
 
-    def _pulled(self, client: Client, sequence: int, finished: bool) -> Above:
+    def _pulled(self, client: Client, sequence: int, finished: bool) -> GlobalParameters:
         values = torch.empty(self.layout.size, dtype=torch.float32, device="cpu")
         version = client.pull(values.copy_)
-        return Above(sequence, version, finished, values)
+        return GlobalParameters(sequence, version, finished, values)
 
     def _on_loss(self, reason: AsyncError) -> None:
         """Called in the client's own thread when the server does not take this region any more."""
-        self._post(Lost(f"{option('upstream')} {self.given.address}: {reason}"))
+        self._post(RegionLost(f"{option('upstream')} {self.given.address}: {reason}"))
 
 
 def _is_here(host: str) -> bool:

@@ -261,7 +261,7 @@ class Replay:
         before = event.sequence - 1
         start = self._ahead_by(event.look_ahead) if event.look_ahead else self.server.dispatch().clone()
         if event.start_payload is None:
-            given.took(event.worker, start, None)
+            given.note_taken(event.worker, start, None)
             return start
         fragment = in_turn(self._fragments, before).of(start)
         for _ in ("as the worker goes on", "as it takes all parameters anew"):
@@ -270,7 +270,7 @@ class Replay:
             if encoded is not None and payload is not None and starts.checksum(payload) == event.start_payload:
                 fragment.copy_(encoded.decode(payload))
                 return start
-            given.forget(event.worker)
+            given.remove_worker(event.worker)
         here = starts.checksum(payload)
         raise _first(event, f"the checksum of what it started from was {event.start_payload}, is {here}")
 

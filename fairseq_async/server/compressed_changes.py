@@ -85,7 +85,7 @@ class CompressedChanges:
         turn = (sequence or 0) % len(self._fragments)
         return WorkerFragment(self._options, self._known.setdefault(worker, {}), turn)
 
-    def took(self, worker: int, values: Tensor, sequence: int | None) -> None:
+    def note_taken(self, worker: int, values: Tensor, sequence: int | None) -> None:
         """Notes the values, of all parameters or of a fragment, that the worker has taken in fp32."""
         if sequence is None:
             parts = {turn: fragment.of(values).to("cpu", copy=True) for turn, fragment in enumerate(self._fragments)}
@@ -93,7 +93,7 @@ class CompressedChanges:
             parts = {sequence % len(self._fragments): values.to("cpu", copy=True)}
         self._known.setdefault(worker, {}).update(parts)
 
-    def forget(self, worker: int) -> None:
+    def remove_worker(self, worker: int) -> None:
         """Forgets the parameters of a worker, which takes all of them next."""
         self._known.pop(worker, None)
 

@@ -129,10 +129,10 @@ class CompressedFragments:
             return in_turn(self._fragments, sequence)
         return self._fragments[0] if len(self._fragments) == 1 else None
 
-    def took(self, worker: int, values: Tensor, sequence: int | None) -> None:
+    def note_taken(self, worker: int, values: Tensor, sequence: int | None) -> None:
         """Does nothing: no payload depends on what a worker has."""
 
-    def forget(self, worker: int) -> None:
+    def remove_worker(self, worker: int) -> None:
         """Does nothing: no state is kept for a worker."""
 
     def state_dict(self) -> State:

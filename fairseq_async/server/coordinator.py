@@ -140,8 +140,8 @@ class Coordinator:
     def _without(self, worker: int, now: float) -> Outcome:
         """Goes on without a worker that takes no further step."""
         self.plan.release(worker)
-        self.look_ahead.forget(worker)
-        self.waiting.forget(worker)
+        self.look_ahead.remove_worker(worker)
+        self.waiting.remove_worker(worker)
         return self._go_on(now, self._recounted(now, changed=True)) + self._end_if_all_wait(now)
 
     def _end_if_all_wait(self, now: float) -> Outcome:

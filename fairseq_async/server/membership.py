@@ -233,7 +233,12 @@ class Membership:
         return {worker for worker in self.members if self.is_silent(worker, now)}
 
     def hangs(
-        self, worker: int, now: float, since: float = -inf, work: float = 0.0, untried: float = ARRIVAL_SECONDS
+        self,
+        worker: int,
+        now: float,
+        since: float = -inf,
+        work: float = 0.0,
+        first_update_timeout: float = ARRIVAL_SECONDS,
     ) -> bool:
         """Whether a worker that may show life has made no request for so long that its main thread must hang.
 
@@ -244,7 +249,7 @@ class Membership:
         Args:
             since: the time is counted from here at the earliest.
             work: seconds that the worker's present work is expected to take.
-            untried: the timeout of a worker that has sent no update.
+            first_update_timeout: the timeout of a worker that has sent no update.
         """
         member = self.members.get(worker)
         if member is None:
@@ -253,7 +258,7 @@ class Membership:
         if worker == 0 or member.pending is not None or not member.ready or conduct.told_end:
             return False
         longest = conduct.longest if conduct.delivered else self._longest
-        timeout = self.timeout if conduct.delivered else max(self.timeout, untried)
+        timeout = self.timeout if conduct.delivered else max(self.timeout, first_update_timeout)
         return now - max(member.turn, since) > max(timeout, _PATIENCE * max(longest, work))
 
     @property

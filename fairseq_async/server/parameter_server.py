@@ -309,7 +309,7 @@ class ParameterServer:
         staleness = self.version - update.base_version if self.counts_in_rounds else receipt.staleness
         worth = self.staleness.adjusted(update, staleness, parameters, self._start_of(update))
         if isinstance(rule, WorkerBuffers):
-            rule.take(parameters, update)
+            rule.store_buffers(parameters, update)
         if changes and self.before_last_step is not None:
             copy_in_threads(self.before_last_step, self.parameters)
         rule.apply(parameters, worth)

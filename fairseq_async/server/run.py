@@ -12,12 +12,12 @@ from fairseq_async.errors import RefusedError, option
 from fairseq_async.exchange import SharedMemory, copy, linux
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Hello, Pull, PullReply, Push, PushReply, StateSaved, Welcome, WorkReply
-from fairseq_async.protocol.division import exchanged, kept_here
+from fairseq_async.protocol.division import exchanged, local_part
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.protocol.notices import Tell, tell_log
 from fairseq_async.protocol.receipt import SETTLED, Status
 from fairseq_async.records.event_log import EventLog
-from fairseq_async.records.recording import merge_path, update_path
+from fairseq_async.records.recording import update_path
 from fairseq_async.records.settled import Settled
 from fairseq_async.records.state_files import restored_path, saved_path, write_state
 from fairseq_async.server.compressed_starts import CompressedFragments, compressed_starts
@@ -30,7 +30,6 @@ from fairseq_async.server.plan import Build
 from fairseq_async.server.recorder import Recorder
 from fairseq_async.server.shards.build import build_sharded, shared_copy
 from fairseq_async.server.shards.remote import HostConnector, connect_hosts
-from fairseq_async.server.upstream import Upstream
 
 
 class Run:
@@ -43,7 +42,6 @@ class Run:
         reach: how to reach the hosts of shards on other machines; not needed where there are none.
 
     Attributes:
-        upstream: the run as a worker of a global server; None without one.
         from_checkpoint: whether the run has begun from a checkpoint that every worker is to read.
         moments: checksum of the moments that worker 0's optimizers have brought; None after the server's own restart.
     """
@@ -61,17 +59,16 @@ class Run:
         self._starts = compressed_starts(spec, layout)
         publishes = spec.publishes and self._starts is None and not spec.server.hosts
         self.memory = SharedMemory.create(layout.size, slots, publishes)
-        self._here = kept_here(spec, layout)  # all of the model, but for the shards on other machines
+        self._here = local_part(spec, layout)  # all of the model, but for the shards on other machines
         self._fragments = exchanged(spec, layout)
         self.payloads = Payloads(spec, layout, self._fragments)
         self._coordinator: Coordinator | None = None
-        self.upstream: Upstream | None = None
         self.from_checkpoint = False
         self.moments: str | None = None
         self._untrained: str | None = None  # of the first worker that has said hello
         self._published = -1
         self._first_batches = FirstBatches(tell, spec.workers)
-        self._took_after: dict[int, int] = {}  # by worker: its last update when it took compressed parameters
+        self._last_pull_sequence: dict[int, int] = {}  # by worker: its last update when it took compressed parameters
 
     @property
     def begun(self) -> bool:
@@ -150,11 +147,9 @@ class Run:
             coordinator.load_state_dict(state)
             if isinstance(self._starts, CompressedFragments) and "starts" in state:
                 self._starts.load_state_dict(state["starts"])
-        self.upstream = self._upstream(coordinator, state or {})
-        server = coordinator.server
-        resumed = state is not None
+        server, resumed = coordinator.server, state is not None
         self._recorder = Recorder(self.run_dir, server, resumed) if self.spec.server.record else None
-        self._events = EventLog(self.run_dir, server.sequences, source, time, self._tell)
+        self.events = EventLog(self.run_dir, server.sequences, source, time, self._tell)
         description = {"workers": self.spec.workers, "method": self.spec.to_json(), "layout": self.layout.to_json()}
         self._write_description(json.dumps(description, indent=1) + "\n")
         self._coordinator = coordinator
@@ -165,15 +160,6 @@ class Run:
         path = self.run_dir / "run.json"
         if not path.exists() or path.read_text(errors="replace") != text:
             path.write_text(text)
-
-    def _upstream(self, coordinator: Coordinator, state: State) -> Upstream | None:
-        given = self.spec.upstream
-        if given is None:
-            return None
-        upstream = Upstream(given.above, coordinator)
-        if "upstream" in state:  # not in a checkpoint of a run that was no region
-            upstream.load_state_dict(state["upstream"])
-        return upstream
 
     def publish(self) -> None:
         """Publishes changed parameters: in shared memory, where workers read them by themselves, or encoded."""
@@ -207,7 +193,9 @@ class Run:
         server, sequence = self.coordinator.server, pull.fragment_of
         compressed = self._starts if pull.starts else None
         if compressed is not None and self._pulls_again(worker):
-            compressed.forget(worker)  # only updates are logged: a replay does not know when it took the last changes
+            compressed.remove_worker(
+                worker
+            )  # only updates are logged: a replay does not know when it took the last changes
         starts = None if compressed is None else compressed.of(worker, sequence)
         if starts is not None and (payload := starts.payload(server, pull.look_ahead)) is not None:
             if server.staleness.compensation:
@@ -220,14 +208,14 @@ class Run:
             given = self.fragment(sequence).of(given)
             copy(given, server.dispatch_fragment(sequence))
         if compressed is not None:
-            compressed.took(worker, given, sequence)
+            compressed.note_taken(worker, given, sequence)
         return PullReply(server.version, number=number), given
 
     def _pulls_again(self, worker: int) -> bool:
         """Notes that a worker takes compressed parameters; returns whether it does so again without an update in
         between, as after a validation."""
         last = self.coordinator.server.sequences.get(worker, -1)
-        before, self._took_after[worker] = self._took_after.get(worker), last
+        before, self._last_pull_sequence[worker] = self._last_pull_sequence.get(worker), last
         return before == last
 
     def next_pull(self, push: Push, reply: PushReply) -> Pull | None:
@@ -241,7 +229,7 @@ class Run:
     def forget_sent(self, worker: int) -> None:
         """Forgets what was sent to a worker that connects: with a lost connection, an answer may have been lost."""
         if self._starts is not None:
-            self._starts.forget(worker)
+            self._starts.remove_worker(worker)
 
     def log(self, settled: list[Settled], time: float) -> None:
         """Writes the events of updates that were settled together; ``time`` in seconds since 1970."""
@@ -249,16 +237,11 @@ class Run:
             recorded = {} if self._recorder is None else self._recorder.of(each)
             if self._recorder is not None and self.spec.of_regions and each.receipt.status in SETTLED:
                 path = update_path(self.run_dir, each.receipt.worker, each.receipt.sequence)
-                self._events.keep(path, self.memory.slot(each.receipt.worker))  # it is there until it is answered
+                self.events.keep(path, self.memory.slot(each.receipt.worker))  # it is there until it is answered
             report = each.report
             if each.receipt.status not in SETTLED:  # its position does not count, and may be sent again and again
                 report = replace(report, position=None)
-            self._events.write(time, each.receipt, report, each.recorded | recorded)
-
-    def log_merge(self, values: Tensor) -> None:
-        """Keeps, if the run is recorded, the global server's parameters whose merge has made the present version."""
-        if self.spec.server.record:
-            self._events.keep(merge_path(self.run_dir, self.coordinator.server.version), values)
+            self.events.write(time, each.receipt, report, each.recorded | recorded)
 
     def welcome(self, worker: int, slots: int, now: float) -> Welcome:
         """Returns the answer to a worker that has joined; ``slots`` is how many workers there is room for."""
@@ -309,8 +292,6 @@ class Run:
         own["layout"] = self.layout.to_json()  # an export takes the names of the tensors from it
         if isinstance(self._starts, CompressedFragments):  # starts of single workers are not kept: they are sent anew
             own["starts"] = self._starts.state_dict()
-        if self.upstream is not None:
-            own["upstream"] = self.upstream.state_dict()
         return own | self.coordinator.state_dict()
 
     def snapshot(self) -> State:

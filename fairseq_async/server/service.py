@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from socket import socket
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,8 +20,7 @@ from fairseq_async.records.snapshots import Snapshots
 from fairseq_async.records.state_files import read_state, restored_path
 from fairseq_async.server.kept_state import KeptState
 from fairseq_async.server.network.connections import Connections
-from fairseq_async.server.network.idle_cores import use_idle_cores
-from fairseq_async.server.network.peers import USUAL, Peer
+from fairseq_async.server.network.peers import USUAL, Peer, use_idle_cores
 from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.plan import Build
 from fairseq_async.server.resume import check_snapshot, newest_state
@@ -52,6 +52,8 @@ class Service(Connections):
         busy: whether there is something left to do when the workers of a finished run have left.
         state: keeps the run's state on disk.
     """
+
+    run_class: ClassVar[type[Run]] = Run
 
     def __init__(
         self,
@@ -284,7 +286,7 @@ class Service(Connections):
 
     def _describe(self, spec: MethodSpec, layout: Layout) -> Run:
         """Makes the run that worker 0, or a snapshot, describes."""
-        self.run = Run(self.run_dir, spec, layout, self.membership.capacity, self.tell, self.reach)
+        self.run = self.run_class(self.run_dir, spec, layout, self.membership.capacity, self.tell, self.reach)
         self.membership.timeout = spec.server.worker_timeout
         return self.run
 

@@ -163,7 +163,7 @@ class Trial:
         worker.incarnation += 1
         self.membership.leave(worker.id, for_good=False, now=self.clock.now)
         if self.starts is not None:
-            self.starts.forget(worker.id)
+            self.starts.remove_worker(worker.id)
         self._deliver(self.coordinator.depart(worker.id, self.clock.now))
 
     def _begin(self, worker: LogicalWorker, assignment: Assignment, since: float) -> None:
@@ -235,7 +235,7 @@ class Trial:
         if starts is not None and payload is not None:
             return starts.decode(payload).to(self.parameters), payload
         whole = self._start(assignment) if sequence is None else self.server.dispatch_fragment(sequence)
-        self.starts.took(worker.id, whole, sequence)
+        self.starts.note_taken(worker.id, whole, sequence)
         return whole, None
 
     def _start(self, assignment: Assignment) -> Tensor:

@@ -63,6 +63,6 @@ class ThreadServer:
 def close_files(service: Service) -> None:
     """Closes what a server's process keeps open until it ends, since this process has many servers."""
     if service.begun is not None:
-        os.close(service.begun._events._file)
+        os.close(service.begun.events._file)
     if service.run is not None:
         service.run.memory.close()

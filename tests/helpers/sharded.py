@@ -24,7 +24,7 @@ from fairseq_async.method.spec import MethodSpec, hybrid_spec
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions, ServerOptions
 from fairseq_async.protocol import Layout, PullReply
 from fairseq_async.protocol.client_connection import Endpoint
-from fairseq_async.protocol.division import exchanged, kept_here
+from fairseq_async.protocol.division import exchanged, local_part
 from fairseq_async.server.coordinator import build_server
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup
 from fairseq_async.server.parameter_server import ParameterServer
@@ -94,7 +94,7 @@ class Served:
         whole = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(1))
         self.remote = [] if connector is None else connect_hosts(connector, spec, LAYOUT, whole)
         self.fragments = exchanged(spec, LAYOUT) if self.remote else LAYOUT.fragments(spec.fragments)
-        self.here = kept_here(spec, LAYOUT).elements if self.remote else slice(None)
+        self.here = local_part(spec, LAYOUT).elements if self.remote else slice(None)
         self.parameters = shared_copy(whole[self.here])
         self.rule: Rule
         if spec.server.shards > 1:

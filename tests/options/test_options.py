@@ -259,7 +259,7 @@ def test_an_option_with_the_name_of_one_of_the_servers_is_refused() -> None:
         (
             "hybrid_async",
             ["--shard-hosts=a:1"],
-            "--shard-hosts is gone: give its addresses to --server-shards, as in 2,",
+            "--shard-hosts is gone: give its addresses to --server-shards, as",
         ),
         ("hybrid_async", ["--grace-period", "1"], "--grace-period is gone: leave it out"),
         ("hybrid_async", ["--no-standby"], "--no-standby is gone: leave it out"),

@@ -15,7 +15,7 @@ from fairseq_async.server.coordinator import Coordinator, build_coordinator
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.server.service import Service
-from fairseq_async.server.upstream import Above, Upstream
+from fairseq_async.regions.upstream import GlobalParameters, Upstream
 from tests.helpers.regions import LAYOUT, region_spec
 
 HALF = parse_upstream("host:1,updates=2,merge=0.5").above
@@ -51,7 +51,7 @@ def from_snapshot(before: Coordinator, state: State) -> tuple[Coordinator, Upstr
 def test_a_message_takes_what_was_moved_since_the_merge_and_the_answer_is_blended_in() -> None:
     coordinator, upstream = begun()
     assert upstream.due(1.0) is None, "it has not joined"
-    upstream.join(Above(0, 7, False, 0 * ONES), 0.0, fresh=True)
+    upstream.join(GlobalParameters(0, 7, False, 0 * ONES), 0.0, fresh=True)
     move(coordinator, upstream, updates=1)
     assert upstream.due(1.0) is None
     move(coordinator, upstream, updates=1)
@@ -60,7 +60,7 @@ def test_a_message_takes_what_was_moved_since_the_merge_and_the_answer_is_blende
     assert (drift.sequence, drift.base_version, drift.steps, drift.seconds) == (0, 7, 2, 2.0)
     move(coordinator, upstream)  # meanwhile: in no message, as in the paper's code
     assert upstream.due(5.0) is None
-    upstream.merge(Above(1, 9, False, 10 * ONES))
+    upstream.merge(GlobalParameters(1, 9, False, 10 * ONES))
     assert torch.equal(coordinator.server.parameters, 7 * ONES) and coordinator.server.version == 1
     move(coordinator, upstream)
     drift = upstream.due(6.0)
@@ -70,12 +70,12 @@ def test_a_message_takes_what_was_moved_since_the_merge_and_the_answer_is_blende
 
 def test_a_message_that_was_not_settled_goes_again_as_it_was() -> None:
     coordinator, upstream = begun()
-    upstream.join(Above(3, 7, False, 0 * ONES), 0.0, fresh=True)
+    upstream.join(GlobalParameters(3, 7, False, 0 * ONES), 0.0, fresh=True)
     move(coordinator, upstream)
     sent = upstream.due(1.0)
     again, restored = from_snapshot(coordinator, upstream.state_dict())
     move(again, restored)
-    restored.join(Above(3, 8, False, ONES), 0.0, fresh=False)
+    restored.join(GlobalParameters(3, 8, False, ONES), 0.0, fresh=False)
     assert sent is not None and restored.drift is not None and restored.due(2.0) is None
     assert torch.equal(restored.drift.values, sent.values)
     assert (restored.drift.sequence, restored.drift.base_version, restored.drift.steps) == (3, 7, 2)
@@ -85,12 +85,12 @@ def test_a_message_that_was_settled_is_sent_no_second_time() -> None:
     """Neither where the snapshot has it on its way, nor where it is older."""
     for sends_before in (True, False):
         coordinator, upstream = begun()
-        upstream.join(Above(3, 7, False, 0 * ONES), 0.0, fresh=True)
+        upstream.join(GlobalParameters(3, 7, False, 0 * ONES), 0.0, fresh=True)
         move(coordinator, upstream)
         if sends_before:
             assert upstream.due(1.0) is not None
         again, restored = from_snapshot(coordinator, upstream.state_dict())
-        restored.join(Above(4, 8, False, 10 * ONES), 0.0, fresh=False)
+        restored.join(GlobalParameters(4, 8, False, 10 * ONES), 0.0, fresh=False)
         assert restored.drift is None and restored.due(2.0) is None
         assert torch.equal(again.server.parameters, 6 * ONES), "merged: half of 2 and of 10"
         move(again, restored)
@@ -100,18 +100,18 @@ def test_a_message_that_was_settled_is_sent_no_second_time() -> None:
 
 def test_a_global_server_that_has_taken_updates_back_is_sent_the_next_with_its_own_numbers() -> None:
     coordinator, upstream = begun()
-    upstream.join(Above(3, 7, False, 0 * ONES), 0.0, fresh=True)
+    upstream.join(GlobalParameters(3, 7, False, 0 * ONES), 0.0, fresh=True)
     move(coordinator, upstream)
     assert upstream.due(1.0) is not None
     _, restored = from_snapshot(coordinator, upstream.state_dict())
-    restored.join(Above(1, 5, False, ONES), 0.0, fresh=False)
+    restored.join(GlobalParameters(1, 5, False, ONES), 0.0, fresh=False)
     assert restored.drift is not None
     assert (restored.drift.sequence, restored.drift.base_version) == (1, 5)
 
 
 def test_a_region_that_has_lost_the_global_server_goes_on_and_sends_nothing() -> None:
     coordinator, upstream = begun()
-    upstream.join(Above(0, 0, False, 0 * ONES), 0.0, fresh=True)
+    upstream.join(GlobalParameters(0, 0, False, 0 * ONES), 0.0, fresh=True)
     move(coordinator, upstream)
     upstream.lose()
     assert upstream.due(1.0) is None and upstream.idle
@@ -120,21 +120,21 @@ def test_a_region_that_has_lost_the_global_server_goes_on_and_sends_nothing() ->
 def test_local_steps_that_were_reported_are_reported_no_second_time() -> None:
     """The snapshot is older than a message that had its steps; one that was on its way had those before it."""
     coordinator, upstream = begun()
-    upstream.join(Above(3, 7, False, 0 * ONES), 0.0, fresh=True)
+    upstream.join(GlobalParameters(3, 7, False, 0 * ONES), 0.0, fresh=True)
     move(coordinator, upstream, updates=1)
     _, restored = from_snapshot(coordinator, upstream.state_dict())
-    restored.join(Above(4, 8, False, 0 * ONES), 0.0, fresh=False)
+    restored.join(GlobalParameters(4, 8, False, 0 * ONES), 0.0, fresh=False)
     move(coordinator, restored)
     drift = restored.due(2.0)
     assert drift is not None and drift.steps == 2
 
     coordinator, upstream = begun()
-    upstream.join(Above(3, 7, False, 0 * ONES), 0.0, fresh=True)
+    upstream.join(GlobalParameters(3, 7, False, 0 * ONES), 0.0, fresh=True)
     move(coordinator, upstream)
     assert upstream.due(1.0) is not None
     move(coordinator, upstream, updates=1)  # behind the message
     _, restored = from_snapshot(coordinator, upstream.state_dict())
-    restored.join(Above(4, 8, False, 0 * ONES), 0.0, fresh=False)
+    restored.join(GlobalParameters(4, 8, False, 0 * ONES), 0.0, fresh=False)
     move(coordinator, restored)
     drift = restored.due(2.0)
     assert drift is not None and drift.steps == 3

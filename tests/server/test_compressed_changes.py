@@ -53,7 +53,7 @@ class Server:
         return None if starts is None or payload is None else starts.decode(payload).clone()
 
     def take(self, worker: int) -> None:
-        self.changes.took(worker, self.parameters, None)
+        self.changes.note_taken(worker, self.parameters, None)
 
 
 def lossy(values: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def test_a_worker_of_which_nothing_is_known_is_given_int8() -> None:
     it = Server([127.0, 2.4, 3.0, 4.0, 5.0])
     assert it.give(0).tolist() == [127.0, 2.0, 3.0, 4.0, 5.0]  # type: ignore[union-attr]
     assert torch.equal(it.give(0), it.parameters)  # type: ignore[arg-type]
-    it.changes.forget(0)
+    it.changes.remove_worker(0)
     assert it.give(0).tolist() == [127.0, 2.0, 3.0, 4.0, 5.0]  # type: ignore[union-attr]
 
 
@@ -130,7 +130,7 @@ def test_a_fragment_is_encoded_by_itself_and_several_at_once_are_not() -> None:
     it.move([2.0, 4.0, 8.0])
     assert it.give(0, 1).tolist() == [2.0, 4.0, 8.0]  # type: ignore[union-attr]
     assert it.give(0, 0).tolist() == [1.0, 0.5]  # type: ignore[union-attr]
-    it.changes.took(0, torch.tensor([7.0, 7.0]), 2)
+    it.changes.note_taken(0, torch.tensor([7.0, 7.0]), 2)
     parts = it.changes.state_dict()["known"][0]
     assert {turn: part.tolist() for turn, part in parts.items()} == {0: [7.0, 7.0], 1: [2.0, 4.0, 8.0]}
 

@@ -43,7 +43,7 @@ from fairseq_async.server.rounds.grace import GracePeriod
 from fairseq_async.server.rounds.look_ahead import LookAhead
 from fairseq_async.server.rounds.near_arrivals import NearArrivals
 from fairseq_async.server.rounds.quorum import Quorum
-from fairseq_async.server.upstream import Above, Upstream
+from fairseq_async.regions.upstream import GlobalParameters, Upstream
 from fairseq_async.simulation.clock import Clock, EventKind, ScheduledEvent
 from fairseq_async.simulation.experiment import ScheduleOptions
 from fairseq_async.simulation.rules import AdaScaleRule
@@ -121,8 +121,8 @@ def changes(seen: Collection[int]) -> CompressedChanges:
     assert CHANGES is not None
     it = CompressedChanges(CHANGES, fragments_of([2, 3], 2))
     for worker in seen:
-        it.took(worker, torch.full((5,), 1.0 + worker), None)
-        it.took(worker, torch.full((2,), 4.0 + worker), 2)
+        it.note_taken(worker, torch.full((5,), 1.0 + worker), None)
+        it.note_taken(worker, torch.full((2,), 4.0 + worker), 2)
     return it
 
 
@@ -135,7 +135,7 @@ def changes(seen: Collection[int]) -> CompressedChanges:
 def test_an_object_that_has_forgotten_a_worker_is_one_that_never_saw_it(make: Callable[..., Any], gone: int) -> None:
     it, never = make(WORKERS), make([worker for worker in WORKERS if worker != gone])
     assert state(it) != state(never)
-    it.forget(gone)
+    it.remove_worker(gone)
     assert state(it) == state(never)
 
 
@@ -243,7 +243,7 @@ def trained(seen: Collection[int], make: Callable[[], Rule]) -> Rule:
             part = rule.of(number, parameters) if isinstance(rule, FragmentedRule) else (rule, parameters)
             its = rule.fragments[number % 2].of(delta) if isinstance(rule, FragmentedRule) else delta
             if isinstance(rule, WorkerBuffers):
-                rule.take(parameters, Update(worker, number, 0, 1.0, delta))
+                rule.store_buffers(parameters, Update(worker, number, 0, 1.0, delta))
             part[0].apply(part[1], Update(worker, number, 0, 1.0 + worker, its, 2.0))
     return rule
 
@@ -304,7 +304,7 @@ def upstream(seen: Collection[int]) -> Upstream:
     )
     it = Upstream(GlobalServer(LocalSGDOptions(), updates=1, merge=0.5), coordinator)  # type: ignore[arg-type]
     if seen:
-        it.join(Above(1, 2, False, torch.ones(5)), 5.0, fresh=True)
+        it.join(GlobalParameters(1, 2, False, torch.ones(5)), 5.0, fresh=True)
         it.count([Settled(receipt, Report(local_steps=steps)) for steps in (3, 4)])
         server.parameters += 1.0
         assert it.due(8.0) is not None

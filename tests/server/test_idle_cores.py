@@ -10,8 +10,7 @@ import pytest
 from fairseq_async.algorithms import threads
 from fairseq_async.method.spec import ServerSettings
 from fairseq_async.server.membership import Membership
-from fairseq_async.server.network.idle_cores import use_idle_cores
-from fairseq_async.server.network.peers import Peer
+from fairseq_async.server.network.peers import Peer, use_idle_cores
 
 CORES = 4
 

@@ -16,7 +16,7 @@ from fairseq_async.method.methods import outer_rule
 from fairseq_async.method.spec import MethodSpec, local_sgd_spec
 from fairseq_async.options.config import LocalSGDOptions, ServerOptions
 from fairseq_async.protocol.client_connection import Endpoint
-from fairseq_async.protocol.division import kept_here
+from fairseq_async.protocol.division import local_part
 from fairseq_async.server.programs import gradient_main
 from fairseq_async.server.run import as_many
 from fairseq_async.server.shards.remote import HostConnector, connect_hosts
@@ -141,7 +141,7 @@ def test_addresses_are_checked(given: str) -> None:
 def test_more_shards_than_tensors_are_refused() -> None:
     spec = hybrid(server_options([f"a:{port}" for port in range(1, 7)]))
     with pytest.raises(RefusedError, match="--server-shards makes 7 shards: the model has 6 tensors"):
-        kept_here(spec, LAYOUT)
+        local_part(spec, LAYOUT)
 
 
 @pytest.mark.parametrize(

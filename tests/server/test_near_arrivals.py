@@ -88,7 +88,7 @@ def test_a_grace_in_seconds_is_the_same_for_all() -> None:
     waiting = measured(NearArrivals(0.5, grace_period=3.0), a=1.0, b=3.9, c=4.1)
     waiting.continues(0, (), 101.0)
     assert waiting.continues(None, [1, 2], 101.0) and waiting.deadline == pytest.approx(106.9)
-    waiting.forget(1)
+    waiting.remove_worker(1)
     assert not waiting.continues(None, [2], 101.0)
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from fairseq_async.server.network.connection_loop import Turns
 from fairseq_async.server.network.peers import Peer
-from fairseq_async.server.network.turns import Turns
 
 
 class Queue:

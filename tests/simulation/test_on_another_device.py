@@ -30,7 +30,7 @@ def starts_of_a_run(pull: str, place: Place) -> list[tuple[bytes, list[float]]]:
     layout, got = Layout.of([("it", torch.zeros(SIZE))]), []
     encoder = compressed_starts(spec, layout)
     assert encoder is not None
-    encoder.took(0, server.parameters, None)
+    encoder.note_taken(0, server.parameters, None)
     for number, update in enumerate(updates):
         server.push(Update(0, number, number, 1.0, update))
         for ahead in (0.0, 1.5):

@@ -5,7 +5,7 @@ import socket
 import ssl
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -13,17 +13,49 @@ from fairseq_async.errors import ExchangeError, ProtocolError
 from fairseq_async.exchange import Channel, tls
 from fairseq_async.exchange.channel import AT_A_TIME
 from fairseq_async.server.network.peers import SMALL, Peer, RefusalLog
-from fairseq_async.server.network.turns import Turns
 
 _HANDSHAKE_SECONDS = 10.0  # that a stranger has to prove itself
 _MOST_STRANGERS = 256  # unidentified peers of one address, at one time
 _MOST_IN_ALL = 512  # unidentified peers of all addresses
 _TURN_SECONDS = 0.05  # of turns, after which the sockets are looked at again: more may have come
+_SAVED_SECONDS = 0.5  # by which a quiet peer may be ahead of the others in the order of service
 
 
 def _is_over(began: float) -> bool:
     """Whether a turn that began at this time has taken long enough."""
     return time.perf_counter() - began > _TURN_SECONDS
+
+
+class Turns:
+    """Serves first the peers that have taken the least of the server's time lately.
+
+    The costs of messages differ by a factor of a thousand: turns by number of messages would give most of the time to
+    the peers with the costliest requests. This is start-time fair queueing (Goyal, Vin and Cheng 1996): each peer has a
+    virtual time, in seconds of service. The peer with the lowest is next, and moves on by the seconds that it takes. A
+    peer that takes less than its share stays a little behind the others, and so is next whenever it asks. It cannot
+    save up more than a little: many peers that were quiet for long could keep the others waiting together.
+    """
+
+    def __init__(self) -> None:
+        self._present = self._last = 0.0  # the virtual time of the peer that was served last; the highest one
+
+    def greet(self, peer: Peer) -> None:
+        """Places a new connection near the front: its introduction takes no time, and need not wait for others."""
+        peer.virtual_time = self._present
+
+    def admit(self, peer: Peer) -> None:
+        """Places a peer that has introduced itself behind all others: connecting again is no way to the front."""
+        peer.virtual_time = self._last
+
+    def in_order(self, peers: Iterable[Peer]) -> list[Peer]:
+        """Returns the peers in the order of service, the next one first."""
+        return sorted(peers, key=lambda peer: peer.virtual_time)
+
+    def charge(self, peer: Peer, seconds: float) -> None:
+        """Moves a peer's virtual time on by the seconds for which it was served."""
+        self._present = max(self._present, peer.virtual_time)
+        peer.virtual_time = max(peer.virtual_time, self._present - _SAVED_SECONDS) + seconds
+        self._last = max(self._last, peer.virtual_time)
 
 
 class Listening(Protocol):

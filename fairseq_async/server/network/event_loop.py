@@ -114,7 +114,9 @@ class EventLoop(ConnectionLoop):
         there = {peer.worker for peer in self.peers if peer.worker is not None} - membership.unready
         silent = there & membership.silent(now)
         # A worker that has sent no update can lose none any more: the usual timeout applies to it here.
-        hanging = {w for w in there - silent if membership.hangs(w, now, since=self._finished_at, untried=0.0)}
+        hanging = {
+            w for w in there - silent if membership.hangs(w, now, since=self._finished_at, first_update_timeout=0.0)
+        }
         if there - silent - hanging:
             return False
         if self._announced == RUN_OVER:

@@ -1,20 +1,27 @@
 """The peers of a server's connections, and the proof that they belong to the run."""
 
 import hashlib
+import os
 import traceback
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fairseq_async.algorithms.threads import set_threads
 from fairseq_async.errors import RefusedError
 from fairseq_async.exchange import Channel
 from fairseq_async.exchange.authentication import challenge, proof, proves
 from fairseq_async.exchange.channel import LARGEST
+from fairseq_async.method.spec import ServerSettings
 from fairseq_async.protocol import Greeting, Hello, Introduce, Introduced, Push, Request
 from fairseq_async.protocol.notices import tell_log
 from fairseq_async.server.membership import Membership
 
 SMALL = 1 << 10  # bytes that a peer may send at a time before it has proved that it knows the token
 USUAL = 1 << 18  # bytes that a worker may send at a time once its model is known
+_USEFUL = 4
+"""Threads of one process that a pass gains from: on 16 cores eight were as slow as one (docs/results/gpu.md), probably
+since each needs Python's interpreter lock between two short operations. Shards have a lock each."""
 
 
 @dataclass(eq=False)
@@ -32,7 +39,7 @@ class Peer:
         address: the address from which it was made.
         secured: whether the peer has shown in a TLS handshake a certificate of the run's authority.
         push: its update that waits for an answer.
-        place: its place in the order of service, in seconds; see :class:`~fairseq_async.server.network.turns.Turns`.
+        virtual_time: seconds of service, by which it comes in the order of service.
         replaced: whether its worker has another connection by now, on which it sends again what has no answer.
     """
 
@@ -47,7 +54,7 @@ class Peer:
     address: str = ""
     secured: bool = False
     push: Push | None = None
-    place: float = 0.0
+    virtual_time: float = 0.0
     replaced: bool = False
 
     @property
@@ -135,3 +142,10 @@ class Handshake:
         peer.worker, peer.channel.largest = worker, LARGEST
         own = proof(self._token, "server", peer.challenge, introduce.challenge)
         return Introduced(own, worker, membership.announced, self._instance, membership.timeout)
+
+
+def use_idle_cores(peers: Mapping[int, Peer], membership: Membership, settings: ServerSettings) -> None:
+    """Lets passes over memory use the cores of this machine on which no worker computes: all, when all workers wait."""
+    computing = sum(not peers[worker].remote for worker in membership.computing & set(peers))
+    idle = max(1, len(os.sched_getaffinity(0)) - computing)
+    set_threads(min(idle, _USEFUL * settings.server_shards))

@@ -40,7 +40,7 @@ class GracePeriod(Waiting):
     def begin_work(self, worker: int, now: float) -> None:
         self._begun[worker] = now
 
-    def forget(self, worker: int) -> None:
+    def remove_worker(self, worker: int) -> None:
         """A worker that comes back is due at once."""
         self._begun.pop(worker, None)
 

@@ -62,7 +62,7 @@ class LookAhead:
         staleness = self._staleness.get(worker, 0.0)
         return max(0.0, self._steps.get(worker, staleness)) if staleness >= _IN_STEP else 0.0
 
-    def forget(self, worker: int) -> None:
+    def remove_worker(self, worker: int) -> None:
         """Forgets a worker that is gone."""
         self._staleness.pop(worker, None)
         self._steps.pop(worker, None)

@@ -67,6 +67,9 @@ class NearArrivals(Waiting):
         """Here also those that have sent nothing yet: about first gradients this class decides by itself."""
         return membership.expected(now)
 
+    def limit(self, awaited: int) -> None:
+        """Does nothing: no number of updates completes a step."""
+
     def begin_work(self, worker: int, now: float) -> None:
         """If a worker asks again without a gradient, the first time counts."""
         self._begun.setdefault(worker, now)
@@ -92,7 +95,7 @@ class NearArrivals(Waiting):
         self.deadline = max(near, default=now)
         return bool(near)
 
-    def forget(self, worker: int) -> None:
+    def remove_worker(self, worker: int) -> None:
         """The successor of a worker may have another speed."""
         for known in (self._begun, self._took, self._step_times, self._waiting):
             known.pop(worker, None)

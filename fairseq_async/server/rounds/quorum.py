@@ -35,8 +35,8 @@ class Quorum(GracePeriod):
             return False
         return len(self._arrived) < self.quorum or super().continues(arrived, others, now, held)
 
-    def forget(self, worker: int) -> None:
-        super().forget(worker)
+    def remove_worker(self, worker: int) -> None:
+        super().remove_worker(worker)
         self._arrived.discard(worker)
 
     def close(self) -> None:

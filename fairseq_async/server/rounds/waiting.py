@@ -28,10 +28,10 @@ class Waiting(ABC):
         """Returns the workers that a round may wait for."""
         return membership.awaited(now)
 
+    @abstractmethod
     def limit(self, awaited: int) -> int | None:
         """Notes how many workers a round may wait for now; returns how many updates a step of the rule may wait for
         from now on, or None where that is not known before the round closes."""
-        return None
 
     @abstractmethod
     def begin_work(self, worker: int, now: float) -> None:
@@ -47,7 +47,7 @@ class Waiting(ABC):
         """
 
     @abstractmethod
-    def forget(self, worker: int) -> None:
+    def remove_worker(self, worker: int) -> None:
         """Forgets a worker that is gone."""
 
     @abstractmethod

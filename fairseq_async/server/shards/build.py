@@ -11,7 +11,7 @@ from torch import Tensor
 from fairseq_async.algorithms import Fragment, FragmentedRule, Rule
 from fairseq_async.algorithms.rule import State
 from fairseq_async.method.spec import MethodSpec
-from fairseq_async.protocol.division import at_hosts, divided, kept_here
+from fairseq_async.protocol.division import divided, host_parts, local_part
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.server.plan import Build, EpochPlan, Plan
 from fairseq_async.server.shards.calls import OtherShard
@@ -115,4 +115,4 @@ def _measured(spec: MethodSpec, layout: Layout, remote: Sequence[OtherShard]) ->
     these parts are here too, and the sum is the same."""
     if not spec.server.hosts:
         return []
-    return [kept_here(spec, layout), *(() if remote else at_hosts(spec, layout))]
+    return [local_part(spec, layout), *(() if remote else host_parts(spec, layout))]

@@ -16,7 +16,7 @@ from fairseq_async.algorithms.threads import forget_threads
 from fairseq_async.errors import AsyncError, ExchangeError, ProtocolError, RefusedError
 from fairseq_async.exchange.channel import LARGEST
 from fairseq_async.method.spec import JsonObject, MethodSpec
-from fairseq_async.protocol.division import at_hosts
+from fairseq_async.protocol.division import host_parts
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.protocol.notices import Tell, tell_log
 from fairseq_async.protocol.parsing import parse_one
@@ -166,7 +166,7 @@ class ShardHost:
         assert (server := self._server) is not None
         self._drop_workers()
         method, whole = MethodSpec.from_json(spec), Layout.from_json(layout)
-        place = at_hosts(method, whole)[shard - method.server.server_shards]
+        place = host_parts(method, whole)[shard - method.server.server_shards]
         parameters = torch.empty(place.size, dtype=torch.float32, device="cpu").copy_(self._come().view(torch.float32))
         rule, _ = self._load_build(program)(*part_of(method, whole, place.tensors), parameters)
         self._held = HeldPart(rule, parameters, place.tensors, keeps_last_step=method.look_ahead != 0.0)

@@ -16,7 +16,7 @@ from fairseq_async.errors import AsyncError, ExchangeError, RefusedError, option
 from fairseq_async.exchange.tls import worker_context
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol.client_connection import Connection, Endpoint
-from fairseq_async.protocol.division import at_hosts
+from fairseq_async.protocol.division import host_parts
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.protocol.shard_messages import TAKEN
 from fairseq_async.server.shards.calls import Answer, OtherShard
@@ -173,7 +173,7 @@ def connect_hosts(
         raise RefusedError(f"{option('server_shards')}: this server reaches no shards on other machines")
     shards: list[RemoteShard] = []
     try:
-        placed = zip(spec.server.hosts, at_hosts(spec, layout), strict=True)
+        placed = zip(spec.server.hosts, host_parts(spec, layout), strict=True)
         for number, (address, place) in enumerate(placed, spec.server.server_shards):
             connection = reach.connect(address, spec.server.worker_timeout)
             name = f"shard {number} of the server, at {address},"

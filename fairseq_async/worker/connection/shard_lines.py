@@ -12,7 +12,7 @@ from fairseq_async.exchange.channel import flush_all
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Layout, PullReply, encode
 from fairseq_async.protocol.client_connection import Connection, Endpoint
-from fairseq_async.protocol.division import at_hosts
+from fairseq_async.protocol.division import host_parts
 from fairseq_async.protocol.parsing import parse_one
 from fairseq_async.protocol.shard_messages import Given, Part, Placed
 
@@ -34,7 +34,7 @@ class ShardLines:
 
     def __init__(self, endpoint: Endpoint, worker: int, spec: MethodSpec, layout: Layout) -> None:
         self._endpoints = [replace(endpoint, address=host, joins=False) for host in spec.server.hosts]
-        self._worker, self._places, self._timeout = worker, at_hosts(spec, layout), spec.server.worker_timeout
+        self._worker, self._places, self._timeout = worker, host_parts(spec, layout), spec.server.worker_timeout
         self.connections: list[Connection] = []
         self.missing = ""
 

@@ -15,7 +15,7 @@ from fairseq_async.server.coordinator import Coordinator
 
 
 @dataclass(frozen=True)
-class Drift:
+class RegionUpdate:
     """An update for the global server: δ, how far a region's workers have moved its parameters.
 
     Attributes:
@@ -34,7 +34,7 @@ class Drift:
 
 
 @dataclass(frozen=True)
-class Above:
+class GlobalParameters:
     """An answer of the global server to an update, or its welcome to the region.
 
     Attributes:
@@ -51,21 +51,21 @@ class Above:
 
 
 @dataclass(frozen=True)
-class Lost:
+class RegionLost:
     """The global server does not accept this region, or no longer does; ``reason`` is one line."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Left:
+class RegionLeft:
     """The region has left the global run."""
 
 
-News = Above | Lost | Left
+News = GlobalParameters | RegionLost | RegionLeft
 
 
-class Link(Protocol):
+class GlobalServerLink(Protocol):
     """The connection to the global server. Its methods return at once; their results come later, as news."""
 
     def join(self, parameters: Tensor, patient: bool) -> None:
@@ -76,7 +76,7 @@ class Link(Protocol):
         """
         ...
 
-    def send(self, drift: Drift) -> None:
+    def send(self, drift: RegionUpdate) -> None:
         """Sends an update to the global server."""
         ...
 
@@ -110,7 +110,7 @@ class Upstream:
         self.coordinator = coordinator
         self.region = Region(coordinator.server.parameters, above.updates, above.merge)
         self.joined = self.finished = False
-        self.drift: Drift | None = None
+        self.drift: RegionUpdate | None = None
         self._sequence = self._version = self._unreported = 0
         self._sent_at = 0.0
 
@@ -127,7 +127,7 @@ class Upstream:
             if each.receipt.status in SETTLED:
                 self._unreported += each.report.local_steps or 0
 
-    def due(self, now: float) -> Drift | None:
+    def due(self, now: float) -> RegionUpdate | None:
         """Returns δ if it is to be sent now, after K updates or, for the rest, at the region's end; else None."""
         left = self.coordinator.finished and self.region.count > 0
         if not self.joined or self.finished or self.drift is not None or not (self.region.due or left):
@@ -136,10 +136,10 @@ class Upstream:
         self._unreported -= steps
         seconds, self._sent_at = (now - self._sent_at) / max(1, steps), now
         values = self.region.send(self.coordinator.server.parameters)
-        self.drift = Drift(self._sequence, self._version, steps, max(0.0, seconds), values)
+        self.drift = RegionUpdate(self._sequence, self._version, steps, max(0.0, seconds), values)
         return self.drift
 
-    def join(self, above: Above, now: float, fresh: bool) -> None:
+    def join(self, above: GlobalParameters, now: float, fresh: bool) -> None:
         """Continues from the global server's welcome. A :attr:`drift` that is left afterwards has to be sent again.
 
         Args:
@@ -155,9 +155,9 @@ class Upstream:
         self._version = above.version if fresh else min(self._version, above.version)
         self.finished = above.finished
         if (drift := self.drift) is not None:
-            self.drift = Drift(self._sequence, self._version, drift.steps, drift.seconds, drift.values)
+            self.drift = RegionUpdate(self._sequence, self._version, drift.steps, drift.seconds, drift.values)
 
-    def merge(self, above: Above) -> None:
+    def merge(self, above: GlobalParameters) -> None:
         """Merges the global server's parameters into the region's, after which :attr:`drift` is settled."""
         self.coordinator.merge(self.region, above.values)
         self.drift = None
@@ -179,4 +179,4 @@ class Upstream:
         """Goes on from :meth:`state_dict`."""
         self.region.load_state_dict(state["level"])
         self._sequence, self._version, self._unreported = state["sequence"], state["version"], state["unreported"]
-        self.drift = None if state["drift"] is None else Drift(self._sequence, self._version, **state["drift"])
+        self.drift = None if state["drift"] is None else RegionUpdate(self._sequence, self._version, **state["drift"])
