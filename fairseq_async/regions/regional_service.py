@@ -190,7 +190,7 @@ class RegionalService(Service):
             if upstream.drift is not None and self._link is not None:
                 self._link.send(upstream.drift)
         if run.coordinator.server.version > version:
-            run.publish()
+            run.slots.publish(run.coordinator.server)
             _regional(run).log_merge(above.values)
         if upstream.finished and not run.coordinator.finished:
             self.journal("above", "the global run is over: this region's ends")

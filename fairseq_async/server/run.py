@@ -6,30 +6,27 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fairseq_async.algorithms import Fragment, Update, in_turn
+from fairseq_async.algorithms import Update
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError, option
-from fairseq_async.exchange import SharedMemory, copy, linux
 from fairseq_async.method.spec import MethodSpec
-from fairseq_async.protocol import Hello, Pull, PullReply, Push, PushReply, StateSaved, Welcome, WorkReply
-from fairseq_async.protocol.division import exchanged, local_part
+from fairseq_async.protocol import Hello, Push, PushReply, StateSaved, Welcome, WorkReply
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.protocol.notices import Tell, tell_log
-from fairseq_async.protocol.receipt import SETTLED, Status
+from fairseq_async.protocol.receipt import SETTLED
 from fairseq_async.records.event_log import EventLog
 from fairseq_async.records.recording import update_path
 from fairseq_async.records.settled import Settled
 from fairseq_async.records.state_files import restored_path, saved_path, write_state
-from fairseq_async.server.compressed_starts import CompressedFragments, compressed_starts
 from fairseq_async.server.coordinator import Coordinator, build_coordinator
 from fairseq_async.server.first_batches import FirstBatches
 from fairseq_async.server.membership import Membership
-from fairseq_async.server.network.payloads import Payloads
 from fairseq_async.server.outcome import Instruction
 from fairseq_async.server.plan import Build
 from fairseq_async.server.recorder import Recorder
 from fairseq_async.server.shards.build import build_sharded, shared_copy
 from fairseq_async.server.shards.remote import HostConnector, connect_hosts
+from fairseq_async.server.slots import Slots
 
 
 class Run:
@@ -42,6 +39,7 @@ class Run:
         reach: how to reach the hosts of shards on other machines; not needed where there are none.
 
     Attributes:
+        slots: the vectors that go between the server and its workers.
         from_checkpoint: whether the run has begun from a checkpoint that every worker is to read.
         moments: checksum of the moments that worker 0's optimizers have brought; None after the server's own restart.
     """
@@ -56,19 +54,12 @@ class Run:
         reach: HostConnector | None = None,
     ) -> None:
         self.run_dir, self.spec, self.layout, self._tell, self._reach = run_dir, spec, layout, tell, reach
-        self._starts = compressed_starts(spec, layout)
-        publishes = spec.publishes and self._starts is None and not spec.server.hosts
-        self.memory = SharedMemory.create(layout.size, slots, publishes)
-        self._here = local_part(spec, layout)  # all of the model, but for the shards on other machines
-        self._fragments = exchanged(spec, layout)
-        self.payloads = Payloads(spec, layout, self._fragments)
+        self.slots = Slots(spec, layout, slots)
         self._coordinator: Coordinator | None = None
         self.from_checkpoint = False
         self.moments: str | None = None
         self._untrained: str | None = None  # of the first worker that has said hello
-        self._published = -1
         self._first_batches = FirstBatches(tell, spec.workers)
-        self._last_pull_sequence: dict[int, int] = {}  # by worker: its last update when it took compressed parameters
 
     @property
     def begun(self) -> bool:
@@ -85,10 +76,6 @@ class Run:
         if self._coordinator is None:
             raise RefusedError("the server has no parameters yet")
         return self._coordinator
-
-    def fragment(self, sequence: int) -> Fragment:
-        """Returns the fragment of a worker's update of this number; with one fragment it is the whole model."""
-        return in_turn(self._fragments, sequence)
 
     def check(self, name: str, hello: Hello) -> None:
         """Checks that a worker has this run's model and method, and what else it has to share with the first that came.
@@ -127,13 +114,13 @@ class Run:
             read = {"state": state, "parameters": parameters}
             remote = connect_hosts(self._reach, self.spec, self.layout, parameters)
             # no other copy may be in memory at the fork: the shards would keep it
-            parameters = shared_copy(self._here.of(parameters))
+            parameters = shared_copy(self.slots.local_part.of(parameters))
             rule, plan = build_sharded(
                 build,
                 self.spec,
                 self.layout,
                 parameters,
-                self.memory.slot,
+                self.slots.memory.slot,
                 directory=self.run_dir,
                 read=read,
                 remote=remote,
@@ -145,15 +132,14 @@ class Run:
         if state is not None:
             self._check_state(state)
             coordinator.load_state_dict(state)
-            if isinstance(self._starts, CompressedFragments) and "starts" in state:
-                self._starts.load_state_dict(state["starts"])
+            self.slots.load_state_dict(state)
         server, resumed = coordinator.server, state is not None
         self._recorder = Recorder(self.run_dir, server, resumed) if self.spec.server.record else None
         self.events = EventLog(self.run_dir, server.sequences, source, time, self._tell)
         description = {"workers": self.spec.workers, "method": self.spec.to_json(), "layout": self.layout.to_json()}
         self._write_description(json.dumps(description, indent=1) + "\n")
         self._coordinator = coordinator
-        self.publish()
+        self.slots.publish(server)
 
     def _write_description(self, text: str) -> None:
         """Writes ``run.json``; a server that was started again on a full disk leaves it as it is."""
@@ -161,23 +147,10 @@ class Run:
         if not path.exists() or path.read_text(errors="replace") != text:
             path.write_text(text)
 
-    def publish(self) -> None:
-        """Publishes changed parameters: in shared memory, where workers read them by themselves, or encoded."""
-        server, before = self.coordinator.server, self._published
-        self._published = server.version
-        if server.version == before:
-            return
-        if self._starts is not None:
-            self._starts.follow(server)
-        elif self.memory.publishes:
-            self.memory.publish(server.parameters, server.version)
-        if before == 0:
-            linux.trim()
-
     def checked_update(self, worker: int, push: Push) -> Update:
         """Returns the update in the worker's slot; raises a RefusedError if no worker can have sent it, or its data is
         another's."""
-        delta, tokens = self.fragment(push.sequence).of(self.memory.slot(worker)), push.report.tokens or 0.0
+        delta, tokens = self.slots.update(worker, push.sequence), push.report.tokens or 0.0
         missing = int(push.report.missing or "0", 16)
         if missing >> len(self.layout.segments):
             raise RefusedError("the update lacks gradients of parameters that the model does not have")
@@ -187,57 +160,13 @@ class Run:
             self._first_batches.note(worker, push.report.first_batch)
         return update
 
-    def hand_out(self, worker: int, pull: Pull) -> tuple[PullReply, Tensor]:
-        """Returns the answer to a pull, and the parameters: a payload, or the worker's slot, into which they were
-        written."""
-        server, sequence = self.coordinator.server, pull.fragment_of
-        compressed = self._starts if pull.starts else None
-        if compressed is not None and self._pulls_again(worker):
-            compressed.remove_worker(
-                worker
-            )  # only updates are logged: a replay does not know when it took the last changes
-        starts = None if compressed is None else compressed.of(worker, sequence)
-        if starts is not None and (payload := starts.payload(server, pull.look_ahead)) is not None:
-            if server.staleness.compensation:
-                server.note_pull(worker, starts.decode(payload))
-            return PullReply(server.version, compressed=True, adds=starts.adds), payload
-        given, number = self._here.of(self.memory.slot(worker)), 0
-        if sequence is None:
-            number = server.give(worker, given, pull.look_ahead, pull.starts)
-        else:
-            given = self.fragment(sequence).of(given)
-            copy(given, server.dispatch_fragment(sequence))
-        if compressed is not None:
-            compressed.note_taken(worker, given, sequence)
-        return PullReply(server.version, number=number), given
-
-    def _pulls_again(self, worker: int) -> bool:
-        """Notes that a worker takes compressed parameters; returns whether it does so again without an update in
-        between, as after a validation."""
-        last = self.coordinator.server.sequences.get(worker, -1)
-        before, self._last_pull_sequence[worker] = self._last_pull_sequence.get(worker), last
-        return before == last
-
-    def next_pull(self, push: Push, reply: PushReply) -> Pull | None:
-        """Returns the pull that a worker will send after this reply to its push; None if it sends none, or not yet."""
-        waits = reply.finished or reply.assignment.idle or reply.status is Status.REFUSED
-        if not push.pulls or waits or reply.version == push.base_version:
-            return None
-        fragment_of = push.sequence if len(self._fragments) > 1 else None
-        return Pull(reply.assignment.look_ahead, starts=True, fragment_of=fragment_of)
-
-    def forget_sent(self, worker: int) -> None:
-        """Forgets what was sent to a worker that connects: with a lost connection, an answer may have been lost."""
-        if self._starts is not None:
-            self._starts.remove_worker(worker)
-
     def log(self, settled: list[Settled], time: float) -> None:
         """Writes the events of updates that were settled together; ``time`` in seconds since 1970."""
         for each in settled:
             recorded = {} if self._recorder is None else self._recorder.of(each)
             if self._recorder is not None and self.spec.of_regions and each.receipt.status in SETTLED:
                 path = update_path(self.run_dir, each.receipt.worker, each.receipt.sequence)
-                self.events.keep(path, self.memory.slot(each.receipt.worker))  # it is there until it is answered
+                self.events.keep(path, self.slots.memory.slot(each.receipt.worker))  # it is there until it is answered
             report = each.report
             if each.receipt.status not in SETTLED:  # its position does not count, and may be sent again and again
                 report = replace(report, position=None)
@@ -245,16 +174,16 @@ class Run:
 
     def welcome(self, worker: int, slots: int, now: float) -> Welcome:
         """Returns the answer to a worker that has joined; ``slots`` is how many workers there is room for."""
-        state_path = str(restored_path(self.run_dir))
+        state_path, memory = str(restored_path(self.run_dir)), self.slots.memory
         if not self.begun:
-            return Welcome(False, self.memory.path, self.memory.publishes, slots, state_path)
+            return Welcome(False, memory.path, memory.publishes, slots, state_path)
         coordinator, server = self.coordinator, self.coordinator.server
         instruction = coordinator.instruct(worker, None, now)
         return Welcome(
             initialised=True,
             state_path=state_path,
-            memory=self.memory.path,
-            publishes=self.memory.publishes,
+            memory=memory.path,
+            publishes=memory.publishes,
             slots=slots,
             version=server.version,
             sequence=1 + server.sequences.get(worker, -1),
@@ -290,9 +219,7 @@ class Run:
         own: State = {"method": self.spec.name, "inner_optimizer": inner_optimizer(self.spec)}
         own["fragments"], own["server_shards"] = self.spec.fragments, self.spec.server.shards
         own["layout"] = self.layout.to_json()  # an export takes the names of the tensors from it
-        if isinstance(self._starts, CompressedFragments):  # starts of single workers are not kept: they are sent anew
-            own["starts"] = self._starts.state_dict()
-        return own | self.coordinator.state_dict()
+        return own | self.slots.state_dict() | self.coordinator.state_dict()
 
     def snapshot(self) -> State:
         """Returns all that another server needs to go on by itself, while the workers wait for it.

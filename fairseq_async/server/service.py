@@ -218,7 +218,7 @@ class Service(Connections):
 
     def _deliver(self, run: Run, outcome: Outcome) -> None:
         """Publishes the parameters and logs the settled updates, then answers the workers of an outcome."""
-        run.publish()
+        run.slots.publish(run.coordinator.server)
         run.log(outcome.settled, self.wall_clock())
         if run.coordinator.finished:
             self.state.keep(run)  # a worker that is told of the end may be the last that has the parameters
@@ -239,16 +239,16 @@ class Service(Connections):
                 self.refusals.count_mistake(f"worker {worker}", failure)
             else:
                 unanswered.push = None
-                run.payloads.release(unanswered, run.memory.slot(unanswered.id))
+                run.slots.release(unanswered)
                 self.answer_failure(unanswered, failure)
 
     def _instruct(self, run: Run, peer: Peer, reply: protocol.PushReply | protocol.WorkReply) -> None:
         """Answers a worker. A worker on another machine that would pull next gets the parameters behind the answer."""
         push, peer.push = peer.push, None
-        run.payloads.release(peer, run.memory.slot(peer.id))
+        run.slots.release(peer)
         if peer.remote and push is not None and isinstance(reply, protocol.PushReply):
-            if (pull := run.next_pull(push, reply)) is not None:
-                brought, parameters = run.hand_out(peer.id, pull)
+            if (pull := run.slots.next_pull(push, reply)) is not None:
+                brought, parameters = run.slots.give(run.coordinator.server, peer.id, pull)
                 self.answer(peer, replace(reply, with_parameters=True))
                 return self.answer(peer, brought, parameters)
         self.answer(peer, reply)
@@ -271,10 +271,9 @@ class Service(Connections):
 
     def _admit(self, run: Run, peer: Peer, hello: protocol.Hello) -> protocol.Answer | None:
         run.check(peer.name, hello)
-        run.memory.allocate_slot(peer.id)
-        peer.admitted, peer.remote, peer.hello = True, hello.remote, None
-        run.payloads.open(peer, run.memory.slot(peer.id))
-        run.forget_sent(peer.id)
+        peer.remote = hello.remote
+        run.slots.open(peer)  # before the worker is admitted: there may be no room
+        peer.admitted, peer.hello = True, None
         peer.channel.largest = USUAL
         peer.channel.notice_death(self.membership.timeout)
         self.journal("joined", f"worker {peer.id} has joined, {self.membership.ready} of {run.spec.workers} are there")
@@ -299,9 +298,9 @@ class Service(Connections):
             return run.welcome(0, self.membership.capacity, self.clock())
         restored = read_state(restored_path(self.run_dir)) if request.restored else None
         source, state = newest_state(run, restored, self.snapshots, self.resumes, self.tell)
-        run.payloads.take_parameters(peer, run.memory.slot(0))
+        parameters = run.slots.first_parameters(peer)
         run.from_checkpoint, run.moments = request.from_checkpoint, request.moments
-        return self._begin(run, run.memory.slot(0), state, source)
+        return self._begin(run, parameters, state, source)
 
     def _begin(self, run: Run, parameters: Tensor, state: State | None, source: str) -> protocol.Answer | None:
         """Begins the run, and welcomes the workers that wait for it; returns the answer to worker 0."""
@@ -325,7 +324,7 @@ class Service(Connections):
         coordinator, now = run.coordinator, self.clock()
         if coordinator.finished:
             return run.reply(coordinator.rejected(peer.id, now, push.sequence))
-        payload = run.payloads.unpack(peer, push, run.memory.slot(peer.id))
+        payload = run.slots.unpack(peer, push)
         update = run.checked_update(peer.id, push)
         began = time.perf_counter()
         self.membership.wait(peer.id, "push")
@@ -335,7 +334,7 @@ class Service(Connections):
         outcome = coordinator.push(update, report, now, norm)
         peer.push = push  # not before: an update that has failed is answered, and its sender may ask again
         if peer.id in coordinator.server.held:
-            run.payloads.hold(peer)
+            run.slots.hold(peer)
         self._deliver(run, outcome)
         peer.server_seconds = time.perf_counter() - began
         return None
@@ -346,7 +345,8 @@ class Service(Connections):
         In shared memory they never come with the answer to an update: until the worker has that answer, its slot must
         keep the update for a second attempt.
         """
-        reply, parameters = self.described.hand_out(peer.id, pull)
+        run = self.described
+        reply, parameters = run.slots.give(run.coordinator.server, peer.id, pull)
         self.answer(peer, reply, parameters if peer.remote or reply.compressed else None)
 
     def _follow(self, run: Run, peer: Peer, event: protocol.ScheduleEvent) -> protocol.Answer:

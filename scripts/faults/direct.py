@@ -116,7 +116,7 @@ class DirectAttack:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.service = Service(TOKEN, 2, self.run_dir, self.build)
         self.honest = Member(self.service, 0, self.spec, self.layout, remote=False)
-        self.service.described.memory.slot(0).zero_()
+        self.service.described.slots.memory.slot(0).zero_()
         self.honest.send(protocol.encode(protocol.Initialise(False)))
         self._hostile = HostileWorker("", TOKEN, self.spec, self.layout, random.Random(self.seed))
         self._version = 0
@@ -143,7 +143,7 @@ class DirectAttack:
         report = protocol.Report(epochs=0.25, loss=1.0, position={"batch": sequence})
         push, payload = protocol.Push(sequence, self._version, 1.0, report), b""
         if self._compressor is None:
-            self.service.described.memory.slot(0).copy_(update)
+            self.service.described.slots.memory.slot(0).copy_(update)
         else:
             push, encoded = self._compressor.encode(push, update)
             payload = b"" if encoded is None else encoded.numpy().tobytes()

@@ -65,4 +65,4 @@ def close_files(service: Service) -> None:
     if service.begun is not None:
         os.close(service.begun.events._file)
     if service.run is not None:
-        service.run.memory.close()
+        service.run.slots.memory.close()

@@ -80,7 +80,7 @@ def server(service: Service) -> ParameterServer:
 
 def slot(service: Service, worker: int) -> Tensor:
     """The worker's slot in the memory that it shares with the server."""
-    return service.described.memory.slot(worker)
+    return service.described.slots.memory.slot(worker)
 
 
 def take_snapshot(service: Service) -> None:

@@ -160,7 +160,7 @@ class Server(RuleBasedStateMachine):
         server = parameter_server(self.service)
         assert (server.version, server.sequences) == (self.model.version, self.model.last)
         assert server.parameters.tolist() == pytest.approx([self.model.value] * LAYOUT.size, abs=1e-4)
-        assert self.service.described.memory.published.equal(server.parameters)
+        assert self.service.described.slots.memory.published.equal(server.parameters)
 
     @precondition(lambda self: hasattr(self, "model"))
     @rule()

@@ -140,7 +140,7 @@ def test_a_fragment_is_encoded_by_itself_and_several_at_once_are_not() -> None:
 
 def both_agree(worker: Descent, server: Any) -> bool:
     """On what the worker has, of all fragments of which the server knows it."""
-    starts = server.service.described._starts
+    starts = server.service.described.slots._starts
     own = worker.local.client.receiver._reference
     assert isinstance(starts, CompressedChanges) and own is not None
     known = starts._known.get(0, {})

@@ -24,7 +24,7 @@ from fairseq_async.protocol import (
     encode,
     parse_answer,
 )
-from fairseq_async.server.run import Run
+from fairseq_async.server.slots import Slots
 from fairseq_async.server.service import Service
 from fairseq_async.worker.connection.client import Client
 from scripts.faults.sgd_server import sgd_spec
@@ -121,13 +121,13 @@ def test_who_does_not_take_large_answers_is_not_heard_until_it_does(
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # far less than an answer
     server.service.peers[1].channel.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
     handed_out: list[int] = []
-    hand_out = Run.hand_out
+    give = Slots.give
 
-    def counted(run: Run, worker: int, pull: Pull) -> Any:
+    def counted(slots: Slots, server: Any, worker: int, pull: Pull) -> Any:
         handed_out.append(worker)
-        return hand_out(run, worker, pull)
+        return give(slots, server, worker, pull)
 
-    monkeypatch.setattr(Run, "hand_out", counted)
+    monkeypatch.setattr(Slots, "give", counted)
     for number in range(12):
         greedy.connection.channel.send(encode(Pull(1.0 + number / 64, starts=True)))
     for number in range(3):

@@ -313,7 +313,7 @@ def test_a_snapshot_stays_as_it_is_while_the_server_takes_further_updates(tmp_pa
         state = service.described.snapshot()
         before = server.parameters.clone()
         for sequence in range(2):
-            server.push(Update(0, sequence, 0, 1.0, service.described.memory.slot(0).fill_(1.0)))
+            server.push(Update(0, sequence, 0, 1.0, service.described.slots.memory.slot(0).fill_(1.0)))
         assert not torch.equal(server.parameters, before)
         assert torch.equal(state["server"]["parameters"], before)
     finally:
@@ -339,7 +339,7 @@ def bytes_of_a_shard(tmp_path: Path, layout: Layout, restored: bool) -> int:
     worker.ask(Initialise(restored), Welcome)
     server = service.described.coordinator.server
     for _ in range(2):
-        slot = service.described.memory.slot(0).fill_(1.0)
+        slot = service.described.slots.memory.slot(0).fill_(1.0)
         server.push(Update(0, server.sequences.get(0, -1) + 1, server.version, 1.0, slot))
     assert isinstance(server.rule, ShardedRule)
     found = own_bytes(server.rule.others[0].pid)

@@ -263,14 +263,14 @@ def test_an_answer_that_fails_spares_the_others_of_its_round(service: Service, m
         if worker == 0:
             connection.send(Initialise(False))
     assert service.run is not None
-    hand_out = service.run.hand_out
+    give = service.run.slots.give
 
-    def fail(worker: int, pull: Pull) -> Any:
+    def fail(server: Any, worker: int, pull: Pull) -> Any:
         if worker == 0:
             raise MemoryError("no memory for this one")
-        return hand_out(worker, pull)
+        return give(server, worker, pull)
 
-    monkeypatch.setattr(service.run, "hand_out", fail)
+    monkeypatch.setattr(service.run.slots, "give", fail)
     for connection in (first, second):
         connection.send(Push(0, 0, 1.0, Report(), pulls=True))
     assert "no memory for this one" in first.last["error"] and second.last["kind"] == "pull_reply"

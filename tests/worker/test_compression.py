@@ -18,8 +18,8 @@ from fairseq_async.protocol import Push, PushReply, Report, encode
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.protocol.receipt import Status
 from fairseq_async.records.events import read_events
-from fairseq_async.server.network.payloads import Payloads
 from fairseq_async.server.parameter_server import ParameterServer
+from fairseq_async.server.slots import Slots
 from fairseq_async.worker.connection.compressor import Compressor
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.run_files import snapshot_versions
@@ -202,20 +202,20 @@ def test_a_payload_of_other_tensors_than_the_models_is_refused_before_it_is_look
     """A tensor of no values would cost its sender 12 bytes, and the server more time than that."""
     layout, codec = Layout.of([("a", torch.zeros(300)), ("b", torch.zeros(300))]), AdaComp(500)
     with local_sgd(tmp_path, workers=1, compress="adacomp") as [worker]:
-        payloads = Payloads(worker.spec, layout, layout.fragments(1))
+        slots = Slots(worker.spec, layout, 1)
     channel = SimpleNamespace(with_tensor=True)
-    peer: Any = SimpleNamespace(channel=channel, remote=True)
-    payloads.open(peer, slot := torch.zeros(600))
+    peer: Any = SimpleNamespace(channel=channel, remote=True, id=0)
+    slots.open(peer)
     for sizes in ((300, 300), (299, 301), (300, 300, *[0] * 50)):
         sent = codec.encode(torch.ones(600), sizes=sizes)
         channel.tensor_bytes = len(sent)
         channel.room[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
         if sizes == (300, 300):
-            payloads.unpack(peer, Push(0, 0, 1.0), slot)
-            assert slot.tolist() == [1.0] * 600
+            slots.unpack(peer, Push(0, 0, 1.0))
+            assert slots.update(0, 0).tolist() == [1.0] * 600
         else:
             with pytest.raises(CodecError, match="tensors"):
-                payloads.unpack(peer, Push(1, 0, 1.0), slot)
+                slots.unpack(peer, Push(1, 0, 1.0))
 
 
 def test_more_bytes_than_any_payload_has_end_the_connection(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from fairseq_async.options.config import AsyncLocalSGDOptions, NesterovOptions
 from fairseq_async.protocol import PullReply, PushReply
 from fairseq_async.records.events import Event, read_events
 from fairseq_async.server.programs import local_sgd_main
-from fairseq_async.server.run import Run
 from fairseq_async.server.service import Service
+from fairseq_async.server.slots import Slots
 from fairseq_async.worker.connection.client import Client
 from scripts.faults.sgd_server import build
 from scripts.faults.thread_server import ThreadServer
@@ -71,7 +71,7 @@ def test_only_the_first_and_the_last_parameters_are_asked_for_and_all_are_the_sa
     theta, events = train(tmp_path / "behind", "127.0.0.2", given)
     assert len(pulls) == 2, "when the worker joins, and at the end of the run in fp32"
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "next_pull", lambda run, push, reply: None)
+        patch.setattr(Slots, "next_pull", lambda slots, push, reply: None)
         asked, others = train(tmp_path / "asked", "127.0.0.2", given)
     assert len(pulls) == 2 + len(events) + 1 and torch.equal(theta, asked)
     assert [(e.base_version, e.bytes_received, e.start_payload, e.norm) for e in events] == [
