@@ -17,12 +17,7 @@ from typing import TypeVar, cast
 
 from fairseq_async.environment import PLUGINS
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.method.registry import (
-    OuterRule,
-    RuleContext,
-    register_outer_rule,
-)
-from fairseq_async.method.rules import OUTER_RULES
+from fairseq_async.method.rules import OUTER_RULES, OuterRule, RuleContext, register_outer_rule
 from fairseq_async.options.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, Options
 from fairseq_async.options.validation import Spell, checked
 

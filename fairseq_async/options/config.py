@@ -199,6 +199,24 @@ class OuterSGDOptions(AsyncLocalSGDOptions):
     outer_lr: OuterLearningRate = 1.2
 
 
+class MomentumLookAheadOptions(AsyncLocalSGDOptions):
+    """``outer mla``: one step with an averaged momentum per arrival; workers start ahead along the momentum."""
+
+    outer: Literal["mla"] = "mla"
+    outer_lr: OuterLearningRate = 0.3  # at the paper's 0.7 five workers diverge where one is six times faster
+    outer_momentum: OuterMomentum = 0.9
+    start_ahead: StartAhead = True
+
+
+class HeLoCoOptions(AsyncLocalSGDOptions):
+    """``outer heloco``: MLA on updates that are turned towards the momentum, tensor by tensor."""
+
+    outer: Literal["heloco"] = "heloco"
+    outer_lr: OuterLearningRate = 0.7
+    outer_momentum: OuterMomentum = 0.9
+    start_ahead: StartAhead = True
+
+
 def _word_or_number(value: object, words: dict[str, float | None], number: str) -> object:
     """Converts a word to its value, and the text of a flag to a number, so that an error shows it as one.
 

@@ -14,10 +14,9 @@ from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Instruction, Outcome
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.plan import Plan
-from fairseq_async.server.rounds.grace import GracePeriod
+from fairseq_async.server.rounds.grace import GracePeriod, Quorum
 from fairseq_async.server.rounds.look_ahead import NOTHING_MEASURED, LookAhead
 from fairseq_async.server.rounds.near_arrivals import NearArrivals
-from fairseq_async.server.rounds.quorum import Quorum
 from fairseq_async.server.rounds.waiting import OPEN, Waiting
 from fairseq_async.server.shards.divided_server import DividedServer
 from fairseq_async.server.shards.rule import ShardedRule

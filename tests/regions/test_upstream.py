@@ -10,12 +10,12 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.method.global_server import parse_upstream
 from fairseq_async.protocol import Receipt, Report, Status
 from fairseq_async.records.settled import Settled
-from fairseq_async.regions.global_service import GlobalService
+from fairseq_async.regions.global_main import GlobalService
+from fairseq_async.regions.upstream import GlobalParameters, Upstream
 from fairseq_async.server.coordinator import Coordinator, build_coordinator
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.server.service import Service
-from fairseq_async.regions.upstream import GlobalParameters, Upstream
 from tests.helpers.regions import LAYOUT, region_spec
 
 HALF = parse_upstream("host:1,updates=2,merge=0.5").above

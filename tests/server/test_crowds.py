@@ -24,8 +24,8 @@ from fairseq_async.protocol import (
     encode,
     parse_answer,
 )
-from fairseq_async.server.slots import Slots
 from fairseq_async.server.service import Service
+from fairseq_async.server.slots import Slots
 from fairseq_async.worker.connection.client import Client
 from scripts.faults.sgd_server import sgd_spec
 from tests.helpers.server_client import StartThreadServer, join, push

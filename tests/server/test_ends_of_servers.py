@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from fairseq_async.protocol import Answer, Hello, Initialise, Leave, Push, PushReply, Report, Welcome
 from fairseq_async.protocol.notices import ENDED, KEPT, RUN_FINISHED, RUN_OVER, SAVED
 from fairseq_async.records.state_files import ending_path
-from fairseq_async.regions.global_service import GlobalService
+from fairseq_async.regions.global_main import GlobalService
 from fairseq_async.server import kept_state
 from fairseq_async.server.kept_state import FINAL
 from fairseq_async.server.network.event_loop import EventLoop

@@ -34,16 +34,15 @@ from fairseq_async.options import compression
 from fairseq_async.options.config import LocalSGDOptions
 from fairseq_async.protocol import Receipt, Report, Status
 from fairseq_async.records.settled import Settled
+from fairseq_async.regions.upstream import GlobalParameters, Upstream
 from fairseq_async.server import ParameterServer
 from fairseq_async.server.compressed_changes import CompressedChanges
 from fairseq_async.server.compressed_starts import CompressedFragments, CompressedStarts
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.membership import Membership
-from fairseq_async.server.rounds.grace import GracePeriod
+from fairseq_async.server.rounds.grace import GracePeriod, Quorum
 from fairseq_async.server.rounds.look_ahead import LookAhead
 from fairseq_async.server.rounds.near_arrivals import NearArrivals
-from fairseq_async.server.rounds.quorum import Quorum
-from fairseq_async.regions.upstream import GlobalParameters, Upstream
 from fairseq_async.simulation.clock import Clock, EventKind, ScheduledEvent
 from fairseq_async.simulation.experiment import ScheduleOptions
 from fairseq_async.simulation.rules import AdaScaleRule
