@@ -22,19 +22,19 @@ class GracePeriod(Waiting):
     Args:
         grace_period: length of the period in seconds; None for a round that stays open until it is complete.
         plan: knows the time that a worker's work is expected to take.
-        size: number of updates in a round; fewer while fewer workers are awaited.
+        barrier: number of updates in a round; fewer while fewer workers are awaited.
     """
 
     steps_together = False
 
-    def __init__(self, grace_period: float | None, plan: Plan, size: int = OPEN) -> None:
+    def __init__(self, grace_period: float | None, plan: Plan, barrier: int = OPEN) -> None:
         self.grace_period, self._plan = grace_period, plan
-        self.size = self._whole = size
+        self.size = self._barrier = barrier
         self.deadline: float | None = None
         self._begun: dict[int, float] = {}
 
     def limit(self, awaited: int) -> int | None:
-        self.size = min(self._whole, awaited)
+        self.size = min(self._barrier, awaited)
         return awaited if self.grace_period is None else None
 
     def begin_work(self, worker: int, now: float) -> None:
