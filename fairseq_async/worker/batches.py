@@ -97,7 +97,7 @@ def note_calls(model: nn.Module, batches: FirstBatches) -> list[RemovableHandle]
 
 def _tensors(batch: object) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
-        if batch.numel() and not batch.is_sparse:
+        if batch.numel() and not batch.is_sparse and batch.grad_fn is None:  # what layers give depends on parameters
             yield batch
     elif isinstance(batch, Mapping):
         for value in batch.values():
