@@ -134,6 +134,9 @@ def serve(
         Path | None, typer.Option(metavar="DIR", help="Encrypt every connection, with the certificates in DIR.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last snapshot in --run-dir.")] = False,
+    no_standby: Annotated[
+        bool, typer.Option("--no-standby", help="Start no second process that waits to become the server.")
+    ] = False,
     max_restarts: Annotated[
         int, typer.Option(metavar="N", min=0, help="How often the server is started again when it dies.")
     ] = _MAX_RESTARTS,
@@ -142,7 +145,7 @@ def serve(
     find(token_file, lambda why: f"--token-file {token_file}: cannot be read: {why}")
     from fairseq_async.launch.serve import serve as begin  # start-up time
 
-    begin(address, regions, run_dir, token_file, tls, resume, max_restarts)
+    begin(address, regions, run_dir, token_file, tls, resume, not no_standby, max_restarts)
 
 
 @app.command()

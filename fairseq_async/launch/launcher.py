@@ -82,7 +82,9 @@ class Launcher:
         try:
             with self.display:
                 if self.command.server:
-                    self._start_server(ServerRequest(self.command.server, str(self.run_dir), self.command.tls))
+                    standby = not self.command.no_standby
+                    wanted = ServerRequest(self.command.server, str(self.run_dir), self.command.tls, standby=standby)
+                    self._start_server(wanted)
                 for worker in self.processes.workers:
                     self._start(worker)
                 self._watch()
@@ -134,6 +136,7 @@ class Launcher:
             run_dir_option=wanted.run_dir_option,
             given=given,
             stays=True,
+            standby=wanted.standby,
         )
 
     def _start_server_of_script(self, rendezvous: Rendezvous) -> None:

@@ -22,6 +22,7 @@ def serve(
     token_file: Path,
     tls: Path | None,
     resume: bool,
+    standby: bool = True,
     restarts: int = 0,
 ) -> None:
     """Runs the server until the run is finished, or all regions have left.
@@ -30,6 +31,7 @@ def serve(
         address: HOST:PORT at which the regions reach the server.
         regions: number of regions.
         resume: whether to go on from the last snapshot in the directory.
+        standby: whether a second process waits to become the server.
         restarts: how often the server is started again at most.
 
     Raises:
@@ -58,6 +60,7 @@ def serve(
         resumes=resume,
         tls=tls,
         given=f"HOST:PORT {address}",
+        standby=standby,
     )
     say(f"global server of regions 0 to {regions - 1}, which join with --upstream {server.address},region=N")
     try:

@@ -37,7 +37,6 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     removed: ClassVar[dict[str, str]] = {
         "shard_hosts": "give its addresses to {server_shards}, as in 2,HOST:PORT",
-        "no_standby": "leave it out",
         "buffer_size": "give {delay}",
     }
     """Options of before, and what to write in their place."""

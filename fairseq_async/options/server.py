@@ -70,6 +70,7 @@ class ServerOptions(Options):
         "fairseq-async shard on other machines, each of which holds one more: 2 or HOST:PORT,… or 2,HOST:PORT,…",
         json_schema_extra={"metavar": "S"},
     )
+    no_standby: bool = Field(False, description="start no second process that becomes the server when that dies")
     record: bool = Field(False, description="keep in the run's directory what a replay needs")
 
     @field_validator("server_shards", mode="before")

@@ -23,7 +23,7 @@ from fairseq_async.torch import HybridAsync
 torch.manual_seed(0)
 model = torch.nn.Linear(1000, 100)
 optimizer = torch.optim.AdamW(model.parameters())
-with HybridAsync(model, optimizer, run_dir=sys.argv[1], total_steps=10**9) as worker:
+with HybridAsync(model, optimizer, run_dir=sys.argv[1], no_standby=len(sys.argv) > 2, total_steps=10**9) as worker:
     while not worker.finished:
         optimizer.zero_grad()
         model(torch.randn(16, 1000)).square().mean().backward()
@@ -89,10 +89,11 @@ def measure(folder: Path, *flags: str) -> list[float]:
 
 def main() -> None:
     print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}; seconds from kill -9 to an update")
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder))
-    values = " ".join(f"{each:.2f}" for each in found)
-    print(f"median {statistics.median(found):.2f} of {values}; load {os.getloadavg()[0]:.1f}", flush=True)
+    for name, flags in (("with a standby", ()), ("without", ("--no-standby",))):
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(Path(folder), *flags)
+        values = " ".join(f"{each:.2f}" for each in found)
+        print(f"{name}: median {statistics.median(found):.2f} of {values}; load {os.getloadavg()[0]:.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -262,7 +262,6 @@ def test_an_option_with_the_name_of_one_of_the_servers_is_refused() -> None:
             "--shard-hosts is gone: give its addresses to --server-shards, as",
         ),
         ("hybrid_async", ["--grace-period", "1"], "--grace-period is gone: leave it out"),
-        ("hybrid_async", ["--no-standby"], "--no-standby is gone: leave it out"),
         ("local_sgd", ["--server-shards", "0"], "--server-shards: give from 1 to 64 processes"),
         ("local_sgd", ["--local-steps", "none"], "--local-steps: Input should be a valid integer"),
         ("local_sgd", ["--outer-lr"], "argument --outer-lr: expected one argument"),

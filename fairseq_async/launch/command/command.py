@@ -81,6 +81,7 @@ class WorkerCommand:
             self.server = local_sgd_server(given.upstream)
         self.run_dir = Path(given.run_dir or given.save_dir)
         self.tls: str | None = given.tls
+        self.no_standby: bool = given.no_standby
         self.on_cpu = given.cpu
         self.resumes = not any(flag.partition("=")[0] in _BEGINS_ANEW for flag in self.arguments)
         self._optimizer = given.optimizer
@@ -112,5 +113,6 @@ def _parser() -> OneLineParser:
         parser.add_argument(flag)
     parser.add_argument("--distributed-world-size")
     parser.add_argument("--save-dir", default="checkpoints")  # fairseq's default
-    parser.add_argument("--cpu", action="store_true")
+    for switch in ("--cpu", "--no-standby"):
+        parser.add_argument(switch, action="store_true")
     return parser

@@ -25,7 +25,7 @@ class ScriptCommand:
     """
 
     on_cpu, synchronous = False, False
-    server, tls = "", None  # the script itself names its server and certificates when it asks
+    server, tls, no_standby = "", None, False  # the script itself names its server and certificates when it asks
 
     def __init__(self, arguments: list[str], directory: Path, resumes: bool) -> None:
         self.program, self.arguments = find_program(arguments[0]), arguments[1:]

@@ -95,6 +95,7 @@ class RayServer:
             recovers=recovers,
             run_dir_option=task.request.run_dir_option,
             stays=True,
+            standby=task.request.standby,
         )
 
     def _start_again(self, host: str, before: NodeAddress | None) -> ServerProcess:

@@ -202,7 +202,7 @@ class WorkerContext:
         rendezvous, tls = Rendezvous(Path(os.environ[RENDEZVOUS])), _certificates(options)
         if self.worker == 0:
             own = str(run_dir.resolve()), str(tls) if tls else None, option("run_dir")
-            rendezvous.request(ServerRequest(module, *own))
+            rendezvous.request(ServerRequest(module, *own, standby=not options.no_standby))
         return rendezvous.wait()
 
     def _find_server_of_job(
@@ -261,6 +261,7 @@ class WorkerContext:
             ends_with_workers=True,
             resumes=resumes,
             tls=tls,
+            standby=not options.no_standby,
             stays=True,
         )
         own(process)

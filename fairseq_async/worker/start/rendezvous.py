@@ -23,12 +23,14 @@ class ServerRequest:
         run_dir: the run's directory, as an absolute path.
         tls: directory of the certificates, as an absolute path; None where the script names none.
         run_dir_option: how the script's user names the run's directory; by default as the launcher spells options.
+        standby: whether a second process waits to become the server.
     """
 
     module: str
     run_dir: str
     tls: str | None = None
     run_dir_option: str = ""
+    standby: bool = True
 
 
 class Rendezvous:

@@ -102,6 +102,7 @@ class ServerProcess:
             saved the model gets the last parameters.
         run_dir_option: name of the option that sets the run's directory, for errors; by default as this process spells
             options.
+        standby: keep a standby, where the server may be started again.
 
     Attributes:
         finished: set when the run is finished, and its last state is on disk if there is room.
@@ -129,6 +130,7 @@ class ServerProcess:
         given: str = "",
         run_dir_option: str = "",
         stays: bool = False,
+        standby: bool = True,
     ) -> None:
         if tls is not None:
             server_context(tls)
@@ -141,7 +143,7 @@ class ServerProcess:
         self._command += ["--ends-with-workers"] * ends_with_workers + ["--stays"] * stays
         self._command += ["--resume"] * resumes + ([] if tls is None else ["--tls", str(tls.resolve())])
         self._environment = os.environ | {TOKEN: self.token, "CUDA_VISIBLE_DEVICES": "", **_threads(workers)}
-        self._workers, self._standby = workers, cast("Standby | None", None)
+        self._workers, self._has_standby, self._standby = workers, standby, cast("Standby | None", None)
         self._code: int | None = None
         self.finished, self.over = threading.Event(), threading.Event()
         self._stopping = threading.Event()
@@ -234,7 +236,7 @@ class ServerProcess:
     def _spawn(self, *arguments: str, report: Sequence[int] = ()) -> tuple["subprocess.Popen[bytes]", int]:
         """Starts a process of the server's program, with a standby; returns it and the descriptor of its notices."""
         reader, writer = os.pipe()
-        standby = Standby() if self.restarts > 0 else None
+        standby = Standby() if self._has_standby and self.restarts > 0 else None
         try:
             with self.log.open("a") as output, self._starting:
                 if self._stopping.is_set():
@@ -294,7 +296,7 @@ class ServerProcess:
     def _wait(self) -> int:
         """Waits for the server's end, and returns its exit code. Starts another standby where that has died."""
         pause = _STANDBY_SECONDS
-        while self.restarts > 0:
+        while self._has_standby and self.restarts > 0:
             self._printing.join(pause)  # it ends with the server's process
             if not self._printing.is_alive():
                 break
