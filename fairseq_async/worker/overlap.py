@@ -50,9 +50,9 @@ class BackgroundExchange(DirectExchange):
 
         θ_p ← Θ_p + (θ_p − θ_p when it was sent), with the server's new Θ_p
 
-    Overlapped (``delay`` is None), p is the whole model, and the worker takes the answer at the end of the step during
-    which it arrives, one round later at most. In fragments, p is the fragment whose turn it is: the worker sends
-    it after H/P local steps, and takes the answer exactly τ steps later; it waits if the answer is not there by
+    Overlapped (``fragment_delay`` is None), p is the whole model, and the worker takes the answer at the end of the
+    step during which it arrives, one round later at most. In fragments, p is the fragment whose turn it is: the worker
+    sends it after H/P local steps, and takes the answer exactly τ steps later; it waits if the answer is not there by
     then. With τ = 0 it takes Θ_p as it is. See :mod:`fairseq_async.algorithms.fragments` for the papers.
 
     The steps that are computed meanwhile count for the next round. Their price: they start from parameters without the
@@ -65,12 +65,12 @@ class BackgroundExchange(DirectExchange):
     other fragments have NaN or Inf as well.
 
     Args:
-        delay: τ; None takes each answer when it has come.
+        fragment_delay: τ; None takes each answer when it has come.
     """
 
-    def __init__(self, worker: LocalSGDWorker, fragments: int = 1, delay: int | None = None) -> None:
+    def __init__(self, worker: LocalSGDWorker, fragments: int = 1, fragment_delay: int | None = None) -> None:
         super().__init__(worker)
-        self._delay, self._fragments = delay, worker.replica.layout.fragments(fragments)
+        self._delay, self._fragments = fragment_delay, worker.replica.layout.fragments(fragments)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="exchange")
         self._exchange: Future[Exchanged] | None = None
         self._sent = self._moved = torch.empty(0)

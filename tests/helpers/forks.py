@@ -35,7 +35,7 @@ from tests.helpers.forked import SCRIPTS, is_python  # noqa: E402
 FOLDER = Path(sys.argv[1])
 OURS = ("fairseq_async", "recipes", "scripts", "tests")
 # Layers of our package in which a program leaves nothing behind; to import them takes most of the time of its imports.
-SHARED = ("environment", "algorithms", "options", "protocol", "exchange", "records")
+SHARED = ("environment", "algorithms", "options", "method", "protocol", "exchange", "records")
 GIVEN = (str(Path(__file__).parents[2]), str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(":"))
 INSTALLED = [path for path in sys.path if path not in GIVEN]
 EXECVE = os.execve
