@@ -71,10 +71,9 @@ def brought_state(spec: MethodSpec, named: Named, optimizers: Sequence[Optimizer
     rule, plan = build(spec, layout, parameters)
     parts = rule.rules if isinstance(rule, SeveralOptimizers) else [rule]
     for part, optimizer in zip(parts, optimizers, strict=True):
-        accumulation = getattr(part, "rule", None)
-        assert isinstance(accumulation, HybridAccumulation)
-        accumulation.cut_into_tensors()
-        _copy_state(optimizer, accumulation.optimizer, named)
+        assert isinstance(part, HybridAccumulation)
+        part.cut_into_tensors()
+        _copy_state(optimizer, part.optimizer, named)
     coordinator = build_coordinator(spec, rule, plan, parameters, Membership(spec.workers, 0.0))
     return coordinator.state_dict() | {"method": spec.name}
 

@@ -120,7 +120,7 @@ def test_with_gpus_the_server_has_a_fused_adam_unless_the_old_one_is_asked_for(
     spec = spec_of(monkeypatch, "--inner-optimizer", *inner)
     monkeypatch.undo()
     rule, _ = build(spec, *ONE_TENSOR)
-    assert spec.framework["fused"] is True and type(rule.rule.optimizer) is kind
+    assert spec.framework["fused"] is True and type(rule.optimizer) is kind
 
 
 @pytest.mark.parametrize(
