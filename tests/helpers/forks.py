@@ -39,6 +39,7 @@ SHARED = ("environment", "algorithms", "options", "method", "protocol", "exchang
 GIVEN = (str(Path(__file__).parents[2]), str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(":"))
 INSTALLED = [path for path in sys.path if path not in GIVEN]
 EXECVE = os.execve
+OWN_RULES: set[str] = set()  # those of the package; all others are a plug-in's
 
 
 class Hidden(MetaPathFinder, Loader):
@@ -152,6 +153,10 @@ def prepare(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
         errors = sys.modules[f"{OURS[0]}.errors"]
         errors._failures.clear()
         errors.spell_options(errors.as_flag)
+        sys.modules[f"{OURS[0]}.method.methods"]._imported.clear()  # each program imports its own plug-ins
+        registered = sys.modules[f"{OURS[0]}.method.rules"].OUTER_RULES
+        for name in registered.keys() - OWN_RULES:
+            del registered[name]
     # what the parent's streams know of their files, such as that one can seek in them, is not true of these
     encoding, _, errors = variables.get("PYTHONIOENCODING", "utf-8").partition(":")
     sys.stdout = open(1, "w", encoding=encoding, errors=errors or None, closefd=False)  # noqa: SIM115
@@ -324,6 +329,7 @@ def main() -> NoReturn:
         path = Path(__file__).parents[2] / OURS[0] / name
         for each in sorted(path.rglob("*.py")) or [path]:
             importlib.import_module(".".join(each.relative_to(path.parents[1]).with_suffix("").parts))
+    OWN_RULES.update(sys.modules[f"{OURS[0]}.method.rules"].OUTER_RULES)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(FOLDER / "socket"))
     listener.listen(64)
