@@ -59,7 +59,7 @@ class Engine(LocalEngine):
         self.async_worker = cast(Any, Worker())
         self.training, self.global_steps, self._loss = True, 0, None
         self.loop = WorkerLoop(self.async_worker, WorkerContext())
-        self._lacks_gradient, self._loop = False, LoopWatch(lambda: [], [])
+        self._lacks_gradient, self._loop_watch = False, LoopWatch(lambda: [], [])
         self.micro_batches = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -309,7 +309,7 @@ def test_an_evaluation_and_a_checkpoint_of_a_worker_that_is_ahead_are_of_the_ser
     done: list[str] = []
     engine = HybridEngine.__new__(HybridEngine)
     nn.Module.__init__(engine)
-    engine._loop = LoopWatch(lambda: [], [])
+    engine._loop_watch = LoopWatch(lambda: [], [])
     engine.async_worker = cast(
         Any, SimpleNamespace(look_ahead=look_ahead, joined=True, finished=False, catch_up=lambda: done.append("pulls"))
     )
@@ -391,7 +391,7 @@ class SavingEngine(LocalEngine):
         self.optimizer = self.lr_scheduler = None
         self.async_worker, self.context = cast(Any, Saving(joined)), cast(Any, SimpleNamespace(rank=0))
         self.worker, self._state_at_end, self._has_left = worker, run_dir / "state", False
-        self._loop = LoopWatch(lambda: [], [])
+        self._loop_watch = LoopWatch(lambda: [], [])
         self.given, self._followed = list[str](), FollowedSchedule(None, SGD([Parameter(torch.zeros(1))]))
 
     @property

@@ -83,7 +83,7 @@ class AsyncEngine(DeepSpeedEngine):
         self.loop = WorkerLoop(async_worker, context)
         self._warned_of_end = self._warned_of_no_gradient = False
         self._trained = tensors.trainable(self)
-        self._loop = LoopWatch(partial(tensors.watched, self), [each for _, each in self._trained])
+        self._loop_watch = LoopWatch(partial(tensors.watched, self), [each for _, each in self._trained])
         self._followed = FollowedSchedule(self.lr_scheduler, self.optimizer)
         self._takes_step = False  # whether the engine itself is in a step of its optimizer
         refuse_other_steps(self, lambda engine: engine._takes_step or engine.finished)
@@ -114,7 +114,7 @@ class AsyncEngine(DeepSpeedEngine):
             self.async_worker.batches.note((inputs, kwargs))
             if not self.loop.began:
                 self.loop.begin_step()
-            if self._loop.count_pass():
+            if self._loop_watch.count_pass():
                 self._check_loop()
         return super().forward(*inputs, **kwargs)
 
@@ -127,15 +127,15 @@ class AsyncEngine(DeepSpeedEngine):
 
     def step(self, *args: object, **kwargs: object) -> None:
         """Steps as DeepSpeed does."""
-        self._loop.step()
+        self._loop_watch.step()
         super().step(*args, **kwargs)
 
     def _check_loop(self) -> None:
         """Ends the process with one line if the model is trained before the run, or without ``engine.step()``."""
         if not self.async_worker.joined:
-            if self._loop.trained_before():
+            if self._loop_watch.trained_before():
                 fail(_NOT_JOINED)
-        elif not self.finished and (name := self._loop.trained_without_step()):
+        elif not self.finished and (name := self._loop_watch.trained_without_step()):
             fail(
                 f"{name} is trained without engine.step(), which alone the run sees: call it in place of the step of "
                 "another optimizer"
@@ -143,7 +143,7 @@ class AsyncEngine(DeepSpeedEngine):
 
     def check_at_exit(self) -> None:
         """As :meth:`_check_loop`, if ``engine.step()`` was never called; after it, a model may be changed."""
-        if not self._loop.has_stepped:
+        if not self._loop_watch.has_stepped:
             self._check_loop()
 
     @errors_in_one_line()
@@ -309,7 +309,7 @@ class AsyncEngine(DeepSpeedEngine):
         With local SGD, local steps that are done are sent first; the rest of the round is given up.
         """
         self._check_loop()
-        self._loop.begin_again()
+        self._loop_watch.begin_again()
         self.join_run().catch_up()
 
     def _check_masters(self) -> None:
@@ -317,7 +317,7 @@ class AsyncEngine(DeepSpeedEngine):
 
     @errors_in_one_line()
     def _join(self, server_state: Path | None) -> None:
-        self._loop.join()
+        self._loop_watch.join()
         self._exchange_first_parameters(server_state)
         self._set_learning_rates()
 
