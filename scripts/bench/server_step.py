@@ -19,7 +19,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.algorithms import Update  # noqa: E402
-from fairseq_async.algorithms.threads import set_threads  # noqa: E402
+from fairseq_async.algorithms.threads import copy_in_threads, set_threads  # noqa: E402
 from fairseq_async.exchange import SharedMemory, copy  # noqa: E402
 from fairseq_async.method.methods import outer_rule  # noqa: E402
 from fairseq_async.method.spec import hybrid_spec, local_sgd_spec  # noqa: E402
@@ -81,11 +81,12 @@ def measure(name: str, layout: Layout, rounds: int, cores: int) -> dict[str, Any
             copied = milliseconds(lambda: copy(target, memory.slot(0)))
             pushed = milliseconds(push)
             set_threads(cores)
-            times += [(copied, pushed, milliseconds(push))] * (number >= 3)
+            together = milliseconds(lambda: copy_in_threads(target, memory.slot(0), copy))
+            times += [(copied, pushed, together, milliseconds(push))] * (number >= 3)
     finally:
         set_threads(1)
         memory.close()
-    copied, pushed, shared = (median(column) for column in zip(*times, strict=True))
+    copied, pushed, together, shared = (median(column) for column in zip(*times, strict=True))
     moved = NORM + PASSES[name][0] + PUBLICATION
     needed = moved / 8 * copied
     return {
@@ -96,6 +97,7 @@ def measure(name: str, layout: Layout, rounds: int, cores: int) -> dict[str, Any
         "update ms": pushed,
         "of the bytes": pushed / needed,
         f"{cores} cores, of one": pushed / shared,
+        "of a copy": copied / together,
     }
 
 
