@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from fairseq_async.algorithms.missing import HiddenGradients, tensors_of
 from fairseq_async.algorithms.rule import State, fills
-from fairseq_async.algorithms.threads import PIECE, copy_in_threads, in_threads, pairs, step_in_threads
+from fairseq_async.algorithms.threads import PIECE, copy_in_threads, cut, in_threads, pairs, step_in_threads
 from fairseq_async.algorithms.update import Update
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
@@ -184,7 +184,7 @@ class HybridAccumulation:
         if norm + 1e-6 > self.clip_norm:
             factor = self.clip_norm / (norm + 1e-6)
             assert self.mean is not None
-            in_threads(lambda part: part.mul_(factor), self.mean.split(PIECE))
+            in_threads(lambda part: part.mul_(factor), cut(self.mean))
 
 
 def partial_rate(optimizer: torch.optim.Optimizer, share: float) -> float:

@@ -77,21 +77,26 @@ def in_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> 
 
 def pairs(first: Tensor, second: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Cuts two flat vectors of the same size into pairs of pieces."""
-    return list(zip(first.split(PIECE), second.split(PIECE), strict=True))
+    return list(zip(cut(first), cut(second), strict=True))
+
+
+def cut(flat: Tensor) -> Sequence[Tensor]:
+    """Cuts a flat vector into pieces; on a GPU it is one piece, since each operation there takes a kernel's launch."""
+    return flat.split(PIECE) if flat.is_cpu else [flat]
 
 
 def copy_in_threads(
     destination: Tensor, source: Tensor, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_
 ) -> None:
     """Does ``copy(destination, source)`` for flat vectors, a part on each thread."""
-    size = max(1, -(-destination.numel() // _threads.count))
+    size = max(1, -(-destination.numel() // (_threads.count if destination.is_cpu else 1)))
     in_threads(lambda pair: copy(*pair), list(zip(destination.split(size), source.split(size), strict=True)))
 
 
 def step_in_threads(optimizer: Optimizer) -> None:
     """Does ``optimizer.step()`` on several threads, for an optimizer that steps each of its tensors by itself."""
     count = min(_threads.count, max(len(group["params"]) for group in optimizer.param_groups))
-    if count <= 1:
+    if count <= 1 or not optimizer.param_groups[0]["params"][0].is_cpu:
         optimizer.step()
         return
     parts = [_part(optimizer, n, count) for n in range(count)]

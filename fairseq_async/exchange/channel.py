@@ -80,7 +80,7 @@ class Channel:
         return lambda: self._stream.queue(end)
 
     def queue(self, body: bytes, tensor: Tensor | None = None) -> None:
-        """Queues one message for :meth:`flush`; the tensor must not change before it is sent."""
+        """Queues one message for :meth:`flush`; a tensor in memory must not change before it is sent."""
         bulk = memoryview(b"") if tensor is None else _bytes(tensor)
         self._largest_sent = max(self._largest_sent, bulk.nbytes)
         self._stream.queue(memoryview(_HEADER.pack(len(body), bulk.nbytes) + body))
@@ -247,4 +247,4 @@ def _wait(channels: Sequence[Channel], event: int) -> None:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().view(torch.uint8).numpy().data)
+    return memoryview(tensor.detach().cpu().view(torch.uint8).numpy().data)

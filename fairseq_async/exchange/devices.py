@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.exchange.copying import pack
+from fairseq_async.exchange.gpu_memory import IPC
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,10 @@ class Device(Protocol):
     """
 
     asynchronous: bool
+
+    @property
+    def gpu(self) -> str:
+        """The name of the GPU, the same in every process; empty for memory."""
 
     def pin(self, name: str, flat: Tensor) -> None:
         """Pins ``flat``, so that the device accesses it directly; unpins the vector that had this name before."""
@@ -66,7 +71,7 @@ class _Arrived:
 class PlainDevice:
     """Synchronous copies: for a model in memory, or for a flat vector on the model's own device."""
 
-    asynchronous = False
+    asynchronous, gpu = False, ""
 
     def pin(self, name: str, flat: Tensor) -> None:
         """Does nothing: the process itself copies."""
@@ -111,6 +116,10 @@ class CudaDevice:
         self._pinned: dict[str, Tensor] = {}
         # Not at exit: the driver unregisters then, and CUDA may be gone before Python's last functions run.
         weakref.finalize(self, _unpin_all, self._stream, self._pinned).atexit = False
+
+    @property
+    def gpu(self) -> str:
+        return IPC.name(self._device)
 
     def pin(self, name: str, flat: Tensor) -> None:
         """Registers a vector as pinned memory, at the first call with this vector."""

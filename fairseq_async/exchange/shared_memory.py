@@ -6,8 +6,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ DIRECTORY = "/dev/shm"
 _PATIENCE = 10.0  # seconds for which one side waits before it considers the other dead
 
 
-def _never() -> bool:
+def never() -> bool:
+    """Returns False: the server has not ended."""
     return False
 
 
@@ -34,6 +35,8 @@ class SharedMemory:
     The file has no name (``O_TMPFILE``): it cannot clash with another job's and is gone with the last process
     that has it open, however that process ends.
     """
+
+    device = torch.device("cpu")
 
     def __init__(self, descriptor: int, parameters: int, workers: int, publishes: bool) -> None:
         self.parameters, self.workers, self.publishes = parameters, workers, publishes
@@ -139,12 +142,18 @@ class SharedMemory:
         return mmap.PAGESIZE + _pages(4 * self.parameters) * index
 
     def publish(self, parameters: Tensor, version: int) -> None:
+        with self.publication(version):
+            copy_in_threads(self.published, parameters, copy)
+
+    @contextmanager
+    def publication(self, version: int) -> Iterator[None]:
+        """Within it, the parameters of this version are written."""
         self._advance_counter()
-        copy_in_threads(self.published, parameters, copy)
+        yield
         self._header[1] = version
         self._advance_counter()
 
-    def read(self, copy: Callable[[Tensor], object], gone: Callable[[], bool] = _never) -> int:
+    def read(self, copy: Callable[[Tensor], object], gone: Callable[[], bool] = never) -> int:
         """Calls ``copy(published)`` until the server published nothing meanwhile; returns the version that was copied.
 
         Args:
@@ -153,12 +162,16 @@ class SharedMemory:
         Raises:
             ExchangeError: the server has begun a publication and does not complete it.
         """
+        return self.while_unchanged(lambda: copy(self.published), gone)
+
+    def while_unchanged(self, copy: Callable[[], object], gone: Callable[[], bool] = never) -> int:
+        """Calls ``copy`` as :meth:`read` does."""
         seen, deadline = -1, 0.0
         while True:
             before, version = int(self._header[0]), int(self._header[1])
             self._memory_barrier()
             if before % 2 == 0:
-                copy(self.published)
+                copy()
                 self._memory_barrier()
                 if int(self._header[0]) == before:
                     return version
@@ -168,6 +181,9 @@ class SharedMemory:
                 raise ExchangeError("the server stopped while it published parameters")
             else:
                 time.sleep(0.0002)
+
+    def settle(self) -> None:
+        """Does nothing: a copy is there when the call that makes it returns."""
 
     def close(self) -> None:
         """Closes the file, once; vectors that are still in use stay mapped."""

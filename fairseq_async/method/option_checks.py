@@ -54,6 +54,22 @@ def _check_hosts(options: HybridOptions | LocalSGDOptions) -> None:
     _refuse(given, f"{option('server_shards')} on other machines, as no process has the whole model")
 
 
+def check_device(options: HybridOptions | LocalSGDOptions, server: ServerOptions | None) -> None:
+    """Checks that the options go with a server on a GPU, which is one process there.
+
+    Raises:
+        ConfigurationError: they do not.
+    """
+    if server is None or server.server_device != "cuda":
+        return
+    given = {
+        "server_shards": server.server_shards != "1",
+        "upstream": getattr(options, "upstream", None) is not None,
+        "record": server.record,  # a replay steps on the CPU, which rounds otherwise
+    }
+    _refuse(given, f"{option('server_device')} {server.server_device}")
+
+
 def check_buffers(options: LocalSGDOptions, server: ServerOptions | None) -> None:
     """Checks that the options go with an exchange of buffers, which are values and not differences.
 

@@ -4,14 +4,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, cached_property
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, FailFast, JsonValue, TypeAdapter, with_config
 
 from fairseq_async.errors import option
 from fairseq_async.method import methods
 from fairseq_async.method.global_server import UpstreamOption, parse_upstream
-from fairseq_async.method.option_checks import check_buffers, check_fragments, check_shards
+from fairseq_async.method.option_checks import check_buffers, check_device, check_fragments, check_shards
 from fairseq_async.options import compression
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions, Options, ServerOptions
 from fairseq_async.options.fragments import FragmentOptions
@@ -52,6 +52,7 @@ class ServerSettings:
     max_update_norm_ratio: float | None = None
     server_shards: int = 1
     shard_hosts: str = ""
+    server_device: Literal["cpu", "cuda", "auto"] = "cpu"
     record: bool = False
 
     @property
@@ -253,6 +254,7 @@ def hybrid_spec(
     """
     filled = options.for_workers(workers)
     check_shards(options, server)
+    check_device(options, server)
     return MethodSpec(
         method=filled.method,
         workers=workers,
@@ -285,6 +287,7 @@ def local_sgd_spec(
     check_fragments(options, server)
     check_shards(options, server)
     check_buffers(options, server)
+    check_device(options, server)
     quorum, grace_period = filled.get("quorum", 0), filled.get("grace_period")
     waits = methods.outer_rule(options.outer).synchronous or quorum > 0 or grace_period is not None
     return MethodSpec(

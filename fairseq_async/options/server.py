@@ -1,6 +1,7 @@
 """The options of a run's server, which every method with one has. Does not import torch."""
 
 import re
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -69,6 +70,12 @@ class ServerOptions(Options):
         description="processes of the server, each with its share of the model's tensors, and addresses of "
         "fairseq-async shard on other machines, each of which holds one more: 2 or HOST:PORT,… or 2,HOST:PORT,…",
         json_schema_extra={"metavar": "S"},
+    )
+    server_device: Literal["cpu", "cuda", "auto"] = Field(
+        "cpu",
+        description="where the server keeps parameters and moments: cuda is the GPU of worker 0's model, auto that GPU "
+        "where it has room",
+        json_schema_extra={"metavar": "DEVICE"},
     )
     no_standby: bool = Field(False, description="start no second process that becomes the server when that dies")
     record: bool = Field(False, description="keep in the run's directory what a replay needs")

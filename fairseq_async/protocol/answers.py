@@ -43,7 +43,9 @@ class Welcome:
         initialised: whether the server has parameters. If not, worker 0 is to bring them, and the fields about the
             state of the run say nothing.
         state_path: where worker 0 is to put a server's whole state, if it brings one.
-        memory: path of the shared memory, with room for ``slots`` workers.
+        memory: path of the shared memory, with room for ``slots`` workers; empty where this worker cannot share memory
+            with the server, and tensors are to follow the messages.
+        on_gpu: where the memory is on a GPU, what maps this worker's slot and the published parameters.
         sequence: the number of this worker's next update.
         position: this worker's position in its data at its last update.
         refused: how many of this worker's updates were refused: those with NaN or Inf, and outliers.
@@ -58,6 +60,7 @@ class Welcome:
     publishes: bool
     slots: int
     state_path: str = ""
+    on_gpu: list[str] = field(default_factory=list)
     version: int = 0
     sequence: int = 0
     position: JsonObject | None = None

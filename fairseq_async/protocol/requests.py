@@ -40,6 +40,7 @@ class Hello:
             where there are none, or the worker's front end does not say.
         any_length: whether the run's number of steps is worker 0's where this worker has counted another.
         by_script: whether the script divides the data among the workers itself, so that none may have another's.
+        gpu: name of the model's GPU, on which this worker can share memory; empty where there is none.
     """
 
     spec: MethodSpec
@@ -48,6 +49,7 @@ class Hello:
     untrained: str = ""
     any_length: bool = False
     by_script: bool = False
+    gpu: str = ""
     kind: Literal["hello"] = "hello"
 
 

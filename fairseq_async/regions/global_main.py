@@ -41,7 +41,7 @@ class GlobalService(Service):
 
     def _hello(self, peer: Peer, hello: protocol.Hello) -> Answer | None:
         if self.run is None and self.resumes and self.snapshots.exist:
-            run = self._describe(hello.spec, hello.layout)
+            run = self._describe(hello.spec, hello.layout, hello.gpu)
             source, state = newest_state(run, None, self.snapshots, resumes=True, tell=self.tell)
             if state is not None:
                 self._begin(run, torch.zeros(run.layout.size, dtype=torch.float32, device="cpu"), state, source)

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import Update
@@ -19,6 +20,7 @@ from fairseq_async.records.recording import update_path
 from fairseq_async.records.settled import Settled
 from fairseq_async.records.state_files import restored_path, saved_path, write_state
 from fairseq_async.server.coordinator import Coordinator, build_coordinator
+from fairseq_async.server.device import moved
 from fairseq_async.server.first_batches import FirstBatches
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Instruction
@@ -37,6 +39,7 @@ class Run:
         slots: how many workers there can be at one time.
         tell: passes a line to the user who runs the server.
         reach: how to reach the hosts of shards on other machines; not needed where there are none.
+        gpu: name of the GPU of worker 0's model; empty where there is none.
 
     Attributes:
         slots: the vectors that go between the server and its workers.
@@ -52,9 +55,10 @@ class Run:
         slots: int,
         tell: Tell = tell_log,
         reach: HostConnector | None = None,
+        gpu: str = "",
     ) -> None:
         self.run_dir, self.spec, self.layout, self._tell, self._reach = run_dir, spec, layout, tell, reach
-        self.slots = Slots(spec, layout, slots)
+        self.slots, self._gpu = Slots(spec, layout, slots, gpu, tell), gpu
         self._coordinator: Coordinator | None = None
         self.from_checkpoint = False
         self.moments: str | None = None
@@ -126,11 +130,12 @@ class Run:
                 remote=remote,
             )
         else:
-            parameters = parameters.clone()
+            parameters = parameters.to(self.slots.device, copy=True)
             rule, plan = build(self.spec, self.layout, parameters)
         coordinator = build_coordinator(self.spec, rule, plan, parameters, membership)
         if state is not None:
             self._check_state(state)
+            state = moved(state, self.slots.device)
             coordinator.load_state_dict(state)
             self.slots.load_state_dict(state)
         server, resumed = coordinator.server, state is not None
@@ -174,17 +179,19 @@ class Run:
 
     def welcome(self, worker: int, slots: int, now: float) -> Welcome:
         """Returns the answer to a worker that has joined; ``slots`` is how many workers there is room for."""
-        state_path, memory = str(restored_path(self.run_dir)), self.slots.memory
+        state_path, (path, on_gpu) = str(restored_path(self.run_dir)), self.slots.place_of(worker)
+        publishes = self.slots.memory.publishes
         if not self.begun:
-            return Welcome(False, memory.path, memory.publishes, slots, state_path)
+            return Welcome(False, path, publishes, slots, state_path, on_gpu)
         coordinator, server = self.coordinator, self.coordinator.server
         instruction = coordinator.instruct(worker, None, now)
         return Welcome(
             initialised=True,
             state_path=state_path,
-            memory=memory.path,
-            publishes=memory.publishes,
+            memory=path,
+            publishes=publishes,
             slots=slots,
+            on_gpu=on_gpu,
             version=server.version,
             sequence=1 + server.sequences.get(worker, -1),
             position=coordinator.positions.get(worker),
@@ -219,14 +226,15 @@ class Run:
         own: State = {"method": self.spec.name, "inner_optimizer": inner_optimizer(self.spec)}
         own["fragments"], own["server_shards"] = self.spec.fragments, self.spec.server.shards
         own["layout"] = self.layout.to_json()  # an export takes the names of the tensors from it
-        return own | self.slots.state_dict() | self.coordinator.state_dict()
+        # in memory: a process that is forked from this one, and writes a snapshot, must not use the GPU
+        return own | moved(self.slots.state_dict() | self.coordinator.state_dict(), torch.device("cpu"))
 
     def snapshot(self) -> State:
         """Returns all that another server needs to go on by itself, while the workers wait for it.
 
         A process that is forked from this one writes it while this one takes further updates.
         """
-        own = {"spec": self.spec.to_json(), "from_checkpoint": self.from_checkpoint}
+        own = {"spec": self.spec.to_json(), "from_checkpoint": self.from_checkpoint, "gpu": self._gpu}
         state = self.state_dict() | self.coordinator.state_for_waiting_workers() | own
         if self.spec.server.server_shards > 1 and not self.spec.server.hosts:
             # Hazard: the shards' memory is shared. Unlike the rest, the parameters would change in that process too.

@@ -170,7 +170,8 @@ class Service(Connections):
         if found is None:
             return "the beginning"
         path, state = found
-        run = self._describe(MethodSpec.from_json(state["spec"]), Layout.from_json(state["layout"]))
+        described = MethodSpec.from_json(state["spec"]), Layout.from_json(state["layout"])
+        run = self._describe(*described, state.get("gpu", ""))  # not in an older snapshot
         run.from_checkpoint = bool(state.get("from_checkpoint"))
         now, parameters = self.wall_clock(), torch.zeros(run.layout.size, dtype=torch.float32, device="cpu")
         run.begin(self.build, parameters, state, f"snapshot {path.name}", self.membership, now)
@@ -262,7 +263,7 @@ class Service(Connections):
             self.membership.wait(peer.id, "hello")
             return None
         described = self.run is None
-        run = self.run or self._describe(hello.spec, hello.layout)
+        run = self.run or self._describe(hello.spec, hello.layout, hello.gpu)
         answer = self._admit(run, peer, hello)
         for other in list(self.peers.values()) if described else []:
             if other.hello is not None:
@@ -271,7 +272,7 @@ class Service(Connections):
 
     def _admit(self, run: Run, peer: Peer, hello: protocol.Hello) -> protocol.Answer | None:
         run.check(peer.name, hello)
-        peer.remote = hello.remote
+        run.slots.note_shared(peer, hello)
         run.slots.open(peer)  # before the worker is admitted: there may be no room
         peer.admitted, peer.hello = True, None
         peer.channel.largest = USUAL
@@ -283,9 +284,9 @@ class Service(Connections):
             return None
         return run.welcome(peer.id, self.membership.capacity, self.clock())
 
-    def _describe(self, spec: MethodSpec, layout: Layout) -> Run:
+    def _describe(self, spec: MethodSpec, layout: Layout, gpu: str) -> Run:
         """Makes the run that worker 0, or a snapshot, describes."""
-        self.run = self.run_class(self.run_dir, spec, layout, self.membership.capacity, self.tell, self.reach)
+        self.run = self.run_class(self.run_dir, spec, layout, self.membership.capacity, self.tell, self.reach, gpu)
         self.membership.timeout = spec.server.worker_timeout
         return self.run
 

@@ -11,14 +11,16 @@ from fairseq_async.algorithms.codecs.payload import checksum_of
 from fairseq_async.algorithms.missing import clear, elements_of
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError
-from fairseq_async.exchange import SharedMemory, copy, linux
+from fairseq_async.exchange import GpuMemory, copy, linux
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.options import compression
-from fairseq_async.protocol import Pull, PullReply, Push, PushReply
+from fairseq_async.protocol import Hello, Pull, PullReply, Push, PushReply
 from fairseq_async.protocol.division import exchanged, local_part
 from fairseq_async.protocol.layout import Layout
+from fairseq_async.protocol.notices import Tell, tell_log
 from fairseq_async.protocol.receipt import Status
 from fairseq_async.server.compressed_starts import CompressedFragments, compressed_starts
+from fairseq_async.server.device import allocate_memory
 from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.parameter_server import ParameterServer
 
@@ -31,16 +33,19 @@ class Slots:
 
     Args:
         count: how many workers there can be at one time.
+        gpu: name of the GPU of worker 0's model; empty where there is none.
+        tell: passes a line to the user who runs the server.
 
     Attributes:
         memory: the memory that the server shares with the workers of its machine.
         local_part: the part of the model that is on this machine: all of it, but for shards on others.
     """
 
-    def __init__(self, spec: MethodSpec, layout: Layout, count: int) -> None:
+    def __init__(self, spec: MethodSpec, layout: Layout, count: int, gpu: str = "", tell: Tell = tell_log) -> None:
         self._starts = compressed_starts(spec, layout)
         publishes = spec.publishes and self._starts is None and not spec.server.hosts
-        self.memory = SharedMemory.create(layout.size, count, publishes)
+        self.memory = allocate_memory(spec, layout.size, count, publishes, gpu, tell)
+        self._apart: set[int] = set()  # workers of this machine that cannot share its memory
         self.local_part, self._fragments = local_part(spec, layout), exchanged(spec, layout)
         self._published = -1
         self._last_pull_sequence: dict[int, int] = {}  # by worker, when it took compressed parameters
@@ -50,6 +55,25 @@ class Slots:
         self._size = layout.size
         most = 0 if self.codec is None else self.codec.most_bytes([segment.size for segment in layout.segments])
         self._room_bytes = max(4 * layout.size, most)  # worker 0 brings its first parameters in fp32
+
+    # Where they are
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the slots, and of the server's parameters."""
+        return self.memory.device
+
+    def note_shared(self, peer: Peer, hello: Hello) -> None:
+        """Notes whether a worker that joins shares memory with the server, or sends tensors behind its messages."""
+        on_gpu = isinstance(self.memory, GpuMemory)
+        peer.remote = hello.remote or (on_gpu and not hello.gpu)
+        (self._apart.add if on_gpu and peer.remote else self._apart.discard)(peer.id)
+
+    def place_of(self, worker: int) -> tuple[str, list[str]]:
+        """Returns the fields ``memory`` and ``on_gpu`` of a worker's welcome."""
+        if worker in self._apart:
+            return "", []
+        return self.memory.path, self.memory.shared(worker) if isinstance(self.memory, GpuMemory) else []
 
     # Updates
 
@@ -64,7 +88,11 @@ class Slots:
         if self.codec is not None:  # the system gives no memory for it before something arrives
             channel.room = torch.empty(self._room_bytes, dtype=torch.uint8, device="cpu")
         else:
-            channel.room = self.memory.slot(peer.id) if peer.remote else None
+            channel.room = self._room(peer)
+
+    def _room(self, peer: Peer) -> Tensor | None:
+        """Returns where an update arrives that follows a message: in the slot, or in memory on its way to a GPU."""
+        return self.memory.slot(peer.id).cpu() if peer.remote else None
 
     def hold(self, peer: Peer) -> None:
         """Takes no tensor from a worker whose update waits in its slot: it would overwrite what was checked."""
@@ -73,8 +101,8 @@ class Slots:
 
     def release(self, peer: Peer) -> None:
         """Takes tensors again: the update that was in the slot is applied."""
-        if self.codec is None and peer.remote:
-            peer.channel.room = self.memory.slot(peer.id)
+        if self.codec is None and peer.channel.room is None:
+            peer.channel.room = self._room(peer)
 
     def unpack(self, peer: Peer, push: Push) -> str | None:
         """Writes a compressed update, or a fragment, to its place in the slot; returns a payload's checksum, else None.
@@ -102,8 +130,8 @@ class Slots:
         """Moves a fragment, which arrives at the beginning of the slot, to its place."""
         if peer.channel.tensor_bytes != 4 * fragment.size:
             raise RefusedError(f"the fragment has {4 * fragment.size} bytes: {peer.channel.tensor_bytes} were sent")
-        if fragment.elements.start:
-            fragment.of(slot).copy_(slot[: fragment.size].clone())
+        if fragment.elements.start or not slot.is_cpu:
+            fragment.of(slot).copy_(torch.frombuffer(self._arrived(peer), dtype=torch.float32).clone())
 
     def update(self, worker: int, sequence: int) -> Tensor:
         """Returns the worker's update of this number, which is in its slot."""
@@ -120,13 +148,13 @@ class Slots:
             return slot
         if (sent := peer.channel.tensor_bytes) != 4 * self._size:
             raise RefusedError(f"the parameters have {4 * self._size} bytes: {sent} were sent")
-        if self.codec is not None:
+        if self.codec is not None or not slot.is_cpu:
             slot.view(torch.uint8).copy_(torch.frombuffer(self._arrived(peer), dtype=torch.uint8))
         return slot
 
     def _arrived(self, peer: Peer) -> memoryview:
         assert peer.channel.room is not None
-        return memoryview(peer.channel.room.numpy().data)[: peer.channel.tensor_bytes]
+        return memoryview(peer.channel.room.view(torch.uint8).numpy().data)[: peer.channel.tensor_bytes]
 
     # Parameters
 
@@ -162,6 +190,7 @@ class Slots:
             copy(given, server.dispatch_fragment(sequence))
         if compressed is not None:
             compressed.note_taken(worker, given, sequence)
+        self.memory.settle()
         return PullReply(server.version, number=number), given
 
     def _pulls_again(self, server: ParameterServer, worker: int) -> bool:

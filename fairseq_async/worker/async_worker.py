@@ -94,6 +94,8 @@ class AsyncWorker:
 
     def join(self, spec: MethodSpec) -> Welcome:
         """Joins the run; the welcome says whether the server has parameters."""
+        if spec.server.server_device != "cpu":
+            self.details.gpu = self.replica.device.gpu
         return self.client.join(self.replica.layout, spec, self.details)
 
     def bring_parameters(self, state: str | None, from_checkpoint: bool = False) -> Welcome:
@@ -121,7 +123,8 @@ class AsyncWorker:
         exchange: the memory lies elsewhere after the server has come back."""
         if self.replica.device.asynchronous:
             for name, vector in self.client.exchanged.items():
-                self.replica.device.pin(name, vector)
+                if vector.is_cpu:
+                    self.replica.device.pin(name, vector)
 
     def compressor_state(self) -> State | None:
         """The compressor's state for a checkpoint of this worker; None where updates are not compressed."""

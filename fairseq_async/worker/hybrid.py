@@ -18,7 +18,7 @@ from fairseq_async.protocol import Assignment, Push, Report, Welcome
 from fairseq_async.protocol.receipt import Status
 from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.connection.server_connection import ServerConnection
-from fairseq_async.worker.replica import TensorReplica
+from fairseq_async.worker.replica import TensorReplica, between
 
 MOST_REFUSED = 10  # gradients in a row, before a worker stops
 
@@ -187,7 +187,7 @@ class HybridWorker(AsyncWorker):
 
     def _begin(self, factor: float, slot: Tensor) -> None:
         gradients = map(gradient, self._parameters)
-        self._begun = slot.data_ptr(), self.replica.device.begin(slot, gradients, factor)
+        self._begun = slot.data_ptr(), between(self.replica.device, slot).begin(slot, gradients, factor)
 
 
 def gradient(parameter: Parameter) -> Tensor:

@@ -91,6 +91,9 @@ def main(
         "plain fairseq": plain,
         "hybrid": hybrid,
         f"hybrid, {shards} shards": replace(hybrid, save_dir=out / "shards", settings=in_shards),
+        "hybrid, server on the GPU": replace(
+            hybrid, save_dir=out / "on-gpu", settings=settings | {"server-device": "cuda"}
+        ),
         f"local SGD, H = {LOCAL_STEPS}": local,
         f"local SGD, H = {LOCAL_STEPS}, --overlap": replace(local, save_dir=out / "overlap", overlap=True),
     }

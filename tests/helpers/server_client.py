@@ -65,7 +65,7 @@ def changed(request: Request, change: Mapping[str, Any]) -> bytes:
 
 def ask(client: Client, body: bytes) -> dict[str, Any]:
     """Sends a message, right or wrong; returns the answer."""
-    client.connection.channel.send(body, client.memory.sent)
+    client.connection.channel.send(body, client.slot if client.memory.remote else None)
     answer: dict[str, Any] = json.loads(client.connection.channel.receive())
     return answer
 

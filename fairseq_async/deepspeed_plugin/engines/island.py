@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import deepspeed.comm
@@ -57,7 +58,8 @@ class IslandClient:
 
     def join(self, layout: Layout, spec: MethodSpec, details: JoinDetails) -> Welcome:
         self._size = layout.size
-        return self._broadcast_answer(lambda client: client.join(layout, spec, details), Welcome)
+        own = replace(details, gpu="")  # all ranks open the slot, which a server's memory on a GPU is not made for
+        return self._broadcast_answer(lambda client: client.join(layout, spec, own), Welcome)
 
     def initialise(self, state: str | None, from_checkpoint: bool = False) -> Welcome:
         """Each rank has written its part of the parameters before."""

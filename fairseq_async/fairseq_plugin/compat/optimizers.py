@@ -81,7 +81,7 @@ class FusedAdam(Adam):
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 max_exp_avg_sqs=[],
-                state_steps=[torch.tensor(count - 1.0) for _ in parameters],
+                state_steps=list(torch.full((len(parameters),), count - 1.0, device=parameters[0].device)),
                 fused=True,
                 amsgrad=False,
                 beta1=first,

@@ -1,5 +1,6 @@
 """The requests of a worker to the server of its run: updates, parameters, and what goes with them."""
 
+import logging
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,7 +15,8 @@ from torch import Tensor
 from fairseq_async import protocol
 from fairseq_async.algorithms import Fragment, in_turn
 from fairseq_async.errors import AsyncError, ExchangeError, RefusedError
-from fairseq_async.exchange import SharedMemory
+from fairseq_async.exchange import GpuMemory, SharedMemory
+from fairseq_async.exchange.gpu_memory import UnmappedError
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.options.addresses import LOOPBACK
 from fairseq_async.protocol import Layout, Push, PushReply, Status, Welcome
@@ -26,20 +28,26 @@ from fairseq_async.worker.connection.receiver import ParameterReceiver
 from fairseq_async.worker.connection.server_connection import JoinDetails
 from fairseq_async.worker.connection.shard_lines import ShardLines
 
+logger = logging.getLogger(__name__)
+
 
 class WorkerMemory:
     """A worker's flat vector: in the shared memory of a server on this machine, else in memory of this process.
 
+    With a server on a GPU it is this process's own vector there, from which updates are copied to the slot, since the
+    slot is lost with a server that dies, and the update is to be sent again.
+
     Attributes:
-        remote: whether the server is on another machine, so that the slot goes behind the messages.
-        shared: the shared memory that has the slot; None where it is this process's alone, and before the run is
-            joined.
+        remote: whether the slot goes behind the messages: the server is on another machine, or on a GPU on which this
+            worker cannot share memory.
+        shared: the memory that is shared with the server; None where there is none, and before the run is joined.
     """
 
     def __init__(self, remote: bool) -> None:
         self.remote = remote
-        self.shared: SharedMemory | None = None
+        self.shared: SharedMemory | GpuMemory | None = None
         self._flat: Tensor | None = None
+        self._there: Tensor | None = None  # the slot of a server on a GPU
 
     @property
     def slot(self) -> Tensor:
@@ -48,13 +56,27 @@ class WorkerMemory:
             raise ExchangeError("this worker has not joined the run")
         return self._flat
 
-    @property
-    def sent(self) -> Tensor | None:
-        """The vector, to send behind a message, where the server is remote; else None."""
-        return self._flat if self.remote else None
+    def send(self, part: Tensor) -> Tensor | None:
+        """Brings a part of the vector to where the server reads it; returns the part if it is to go behind the message,
+        else None."""
+        if self._there is not None and self.shared is not None:
+            self._same(part).copy_(part)
+            self.shared.settle()
+        return part if self.remote else None
+
+    def receive(self, part: Tensor) -> None:
+        """Takes a part of the vector that the server has written."""
+        if self._there is not None:
+            part.copy_(self._same(part))
+
+    def _same(self, part: Tensor) -> Tensor:
+        """Returns the part of the server's slot that a part of the vector is of."""
+        assert self._there is not None
+        start = part.storage_offset() - self.slot.storage_offset()
+        return self._there[start : start + part.numel()]
 
     @property
-    def published(self) -> SharedMemory | None:
+    def published(self) -> SharedMemory | GpuMemory | None:
         """The shared memory, if it has published parameters."""
         return self.shared if self.shared is not None and self.shared.publishes else None
 
@@ -64,15 +86,21 @@ class WorkerMemory:
 
     def place(self, welcome: Welcome, worker: int, size: int) -> None:
         """Places the vector where the server's welcome says; what an earlier server's slot had, the new one has too."""
-        before = self._flat
+        before, self.remote = self._flat, self.remote or not welcome.memory
         if self.remote:
             if before is None:
                 self._flat = torch.zeros(size, dtype=torch.float32, device="cpu")
             return
-        old, self.shared = self.shared, SharedMemory.attach(welcome.memory, size, welcome.slots, welcome.publishes)
+        old = self.shared
+        if welcome.on_gpu:
+            self.shared = GpuMemory.attach(welcome.memory, welcome.on_gpu, size, welcome.slots, worker)
+            self._there = self.shared.slot(worker)
+            flat = torch.zeros_like(self._there) if before is None else before
+        else:
+            self.shared = SharedMemory.attach(welcome.memory, size, welcome.slots, welcome.publishes)
+            flat = self.shared.slot(worker)
         if old is not None:
             old.close()
-        flat = self.shared.slot(worker)
         if before is not None and before.data_ptr() != flat.data_ptr():
             flat.copy_(before)  # the dead server's slot: an update, or the start of the local steps
         self._flat = flat  # only now: another thread may look at it without the lock
@@ -139,9 +167,15 @@ class Client:
         if spec.server.hosts:
             self.connection.lines = ShardLines(self.connection.endpoint, self.worker, spec, layout)
         hello = protocol.Hello(
-            spec, layout, self.memory.remote, details.untrained, details.any_length, details.by_script
+            spec, layout, self.memory.remote, details.untrained, details.any_length, details.by_script, details.gpu
         )
-        welcome = self.connection.join(hello, partial(self._find_slot, layout.size))
+        find_slot = partial(self._find_slot, layout.size)
+        try:
+            welcome = self.connection.join(hello, find_slot)
+        except UnmappedError as error:
+            logger.warning("the server's memory on the GPU is out of reach (%s): tensors go through TCP", error)
+            self.memory.remote = True
+            welcome = self.connection.join_anew(replace(hello, remote=True), find_slot)
         if details.moments and welcome.moments not in (None, details.moments):
             raise RefusedError(
                 f"the optimizer of worker {self.worker} has stepped before this run, but not as that of worker 0, "
@@ -153,17 +187,17 @@ class Client:
         """Finds the slot of a server, the first one or one that came back."""
         self._state_path = welcome.state_path
         self.memory.place(welcome, self.worker, size)
-        self.receiver.open(self.connection.channel, self.memory.sent)
+        self.receiver.open(self.connection.channel, self.slot if self.memory.remote else None)
 
     def share(self, memory: SharedMemory) -> None:
         """Places the slot, where the server is remote, in memory that other processes of this machine can open."""
         self.memory.share(memory)
-        self.receiver.open(self.connection.channel, self.memory.sent)
+        self.receiver.open(self.connection.channel, self.slot if self.memory.remote else None)
 
     def initialise(self, state: str | None, from_checkpoint: bool = False) -> Welcome:
         with nullcontext() if state is None else placed(Path(state), Path(self._state_path)):
             request = protocol.Initialise(state is not None, from_checkpoint, self._details.moments)
-            welcome = self.connection.ask(request, Welcome, lambda: self.memory.sent)
+            welcome = self.connection.ask(request, Welcome, lambda: self.memory.send(self.slot))
         self.connection.initialised = True
         return welcome
 
@@ -182,7 +216,7 @@ class Client:
     def _push(self, push: Push) -> PushReply:
         sent = self._part(push.sequence) if self.connection.lines is None else self.slot
         push = replace(push, report=replace(push.report, bytes_sent=4 * sent.numel()))
-        return self._ask_push(push, lambda: self._part(push.sequence) if self.memory.remote else None)
+        return self._ask_push(push, lambda: self.memory.send(self._part(push.sequence)))
 
     def _push_compressed(self, push: Push, compressor: Compressor) -> PushReply:
         """Sends the payload behind the message, also to a server on this machine, which decodes it into the slot."""
@@ -265,7 +299,7 @@ class Client:
         copy(self.slot)
         return version
 
-    def _is_gone(self, memory: SharedMemory) -> bool:
+    def _is_gone(self, memory: SharedMemory | GpuMemory) -> bool:
         """Whether the server of this memory has ended, or another server has replaced it."""
         return memory is not self.memory.shared or self.connection.channel.is_closed()
 
@@ -300,6 +334,8 @@ class Client:
     def _write_received(self, reply: protocol.PullReply, request: protocol.Pull) -> int:
         """Writes received parameters into the slot; returns their version."""
         self.connection.restored_version = None
+        if not self.memory.remote and not reply.compressed:
+            self.memory.receive(self._part(request.fragment_of))
         self._received += self.receiver.take(self.connection.channel, reply, self.slot, request)
         return reply.version
 

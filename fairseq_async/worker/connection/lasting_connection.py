@@ -99,6 +99,12 @@ class LastingConnection:
             except ExchangeError as error:
                 return self.reconnect(error)
 
+    def join_anew(self, hello: Hello, welcomed: Callable[[Welcome], object]) -> Welcome:
+        """Joins as :meth:`join` does, after a join of which ``welcomed`` has failed."""
+        with self.lock:
+            self._joined = hello, welcomed
+            return self._connect_again()
+
     def ask(
         self, request: Request, expected: type[_Answer], tensor: Callable[[], Tensor | None] = lambda: None
     ) -> _Answer:

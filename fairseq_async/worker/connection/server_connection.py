@@ -20,12 +20,14 @@ class JoinDetails:
         moments: checksum of the moments that its optimizers have from steps before the run; empty where they have none.
         any_length: whether the run's number of steps is worker 0's, if this worker's is another.
         by_script: whether the script divides the data, and the same first batch of two workers is an error.
+        gpu: name of the model's GPU, where the server may be; empty where this process cannot share memory there.
     """
 
     untrained: str = ""
     moments: str = ""
     any_length: bool = False
     by_script: bool = False
+    gpu: str = ""
 
 
 class ServerConnection(Protocol):

@@ -1,0 +1,98 @@
+"""A server whose parameters are on the workers' GPU, in real processes: as one on the CPU, and killed."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from fairseq_async.reporting.audit import audit
+from tests.helpers.commands import HELPERS, ROOT, Processes, command
+from tests.helpers.launched import count
+from tests.helpers.run_files import snapshot_versions
+from tests.helpers.waiting import wait_until
+
+STEPS = 200
+SCRIPT = """
+import time
+import torch
+from fairseq_async.torch import AsyncLocalSGD, HybridAsync
+
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1)).cuda()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
+with METHOD as worker:
+    torch.manual_seed(worker.worker)
+    while not worker.finished:
+        inputs = torch.randn(16, 8)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs.cuda()), inputs.sum(1, keepdim=True).sin().cuda())
+        loss.backward()
+        optimizer.step()
+        time.sleep(PAUSE)
+if worker.worker == 0:
+    torch.save(torch.cat([each.detach().flatten().cpu() for each in model.parameters()]), "parameters.pt")
+"""
+HYBRID = f"HybridAsync(model, optimizer, total_steps={STEPS}, barrier=True, server_device=DEVICE)"
+LOCAL = f"AsyncLocalSGD(model, optimizer, total_steps={STEPS}, local_steps=5, server_device=DEVICE, OUTER)"
+
+
+def start(
+    processes: Processes, patch: pytest.MonkeyPatch, folder: Path, method: str, workers: int = 2, pause: float = 0.0
+) -> "subprocess.Popen[str]":
+    folder.mkdir()
+    patch.chdir(folder)
+    script = SCRIPT.replace("METHOD", method).replace("PAUSE", str(pause))
+    (folder / "train.py").write_text(script)
+    launcher = [command("fairseq-async"), "launch", "--workers", workers, "--", "python", "train.py"]
+    return processes.start(launcher, PYTHONPATH=f"{HELPERS / 'without_fairseq'}:{ROOT}")
+
+
+@pytest.mark.parametrize(
+    ("method", "workers"),
+    [
+        (HYBRID, 2),
+        (HYBRID.replace("barrier=True", "updates_per_step=1, look_ahead=1.0"), 1),
+        (LOCAL.replace("OUTER", "outer='diloco'"), 2),
+        (LOCAL.replace("OUTER", "outer='nesterov', compress={'push': 'int8'}"), 1),
+    ],
+)
+def test_parameters_are_those_of_a_server_on_the_cpu(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, workers: int
+) -> None:
+    ends = []
+    for device in ("cpu", "cuda"):
+        job = start(processes, monkeypatch, tmp_path / device, method.replace("DEVICE", repr(device)), workers)
+        output, _ = job.communicate(timeout=180)
+        assert job.returncode == 0, output
+        assert "out of reach" not in output, "the worker does not share the server's memory"
+        ends.append(torch.load(tmp_path / device / "parameters.pt", weights_only=True))
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5)
+
+
+def _pid_of(folder: Path, word: bytes) -> int:
+    for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))):
+        try:
+            if word in Path(f"/proc/{pid}/cmdline").read_bytes() and Path(f"/proc/{pid}/cwd").readlink() == folder:
+                return pid
+        except OSError:
+            continue
+    raise AssertionError(f"no process with {word!r}")
+
+
+@pytest.mark.parametrize("word", [b"--listener", b"train.py"], ids=["server", "worker"])
+def test_a_process_that_is_killed_costs_no_more_than_on_the_cpu(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: bytes
+) -> None:
+    method = HYBRID.replace("barrier=True", "snapshot_seconds=0.5").replace("DEVICE", "'cuda'")
+    free = torch.cuda.mem_get_info()[0]
+    job = start(processes, monkeypatch, tmp_path / "run", method, pause=0.02)
+    run_dir = tmp_path / "run" / "async_training"
+    wait_until(lambda: run_dir.exists() and count(run_dir, 0) > 20 and snapshot_versions(run_dir), 120)
+    os.kill(_pid_of(tmp_path / "run", word), signal.SIGKILL)
+    output, _ = job.communicate(timeout=180)
+    assert job.returncode == 0, output
+    assert audit(run_dir).applied > 20
+    wait_until(lambda: torch.cuda.mem_get_info()[0] > free - (64 << 20), 30)  # nothing is left there
