@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fairseq_async.errors import AsyncError, ExchangeError, option
+from fairseq_async.errors import AsyncError, ExchangeError
 from fairseq_async.exchange.shared_memory import SharedMemory, never
 
 _VECTORS = 6  # of the model's size that a server has besides slots: published, own, accumulator, two moments, last step
@@ -105,8 +105,7 @@ class GpuMemory:
         needed, free = 4 * parameters * (_VECTORS + workers), IPC.free_bytes(device)
         if needed > free:
             raise ExchangeError(
-                f"no room on the GPU for the server: it needs {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are "
-                f"free; give {option('server_device')} cpu"
+                f"no room on the GPU for the server: it needs {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free"
             )
         lock = SharedMemory.create(0, workers, publishes=False)
         return cls(lock, parameters, publishes, {-1: IPC.allocate(parameters if publishes else 0, device)})

@@ -35,7 +35,7 @@ def allocate_memory(
         memory = GpuMemory.create(size, workers, publishes, _device(spec, gpu))
     except (RefusedError, ExchangeError) as error:
         if wanted == "cuda":
-            raise
+            raise type(error)(f"{error}; give {option('server_device')} cpu") from error
         tell(f"the server is on the CPU: {error}")
         return SharedMemory.create(size, workers, publishes)
     if wanted == "auto":
@@ -50,13 +50,13 @@ def _device(spec: MethodSpec, gpu: str) -> torch.device:
     takes memory there, and until now nothing has asked CUDA.
     """
     if not gpu:
-        raise RefusedError(f"the model of worker 0 is not on a GPU; give {option('server_device')} cpu")
+        raise RefusedError("the model of worker 0 is not on a GPU")
     if spec.server.shards > 1 or spec.upstream is not None or spec.server.record:
         raise RefusedError("shards, a global server and recordings are for servers on the CPU")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     device = IPC.find(gpu)
     if device is None:
-        raise RefusedError(f"the server's process does not see {gpu}; give {option('server_device')} cpu")
+        raise RefusedError(f"the server's process does not see {gpu}")
     return device
 
 
