@@ -2,9 +2,9 @@
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn import Parameter
@@ -20,12 +20,12 @@ from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.optimizers.several import SeveralOptimizers
 from fairseq_async.server.plan import Build
+from fairseq_async.worker.start.server_process import say
 
 Named = Sequence[tuple[str, Parameter]]
-_MOMENTS = (
-    "the state of the optimizer was loaded or cleared during the run, and its moments are the server's: do so before "
-    "the run begins, or use local SGD"
-)
+_MOMENTS = "the state of the optimizer was {} during the run, and its moments are the server's: {}, or use local SGD"
+_CHANGED = _MOMENTS.format("loaded or cleared", "do so before the run begins")
+_READ = _MOMENTS.format("read", "leave that out")
 
 
 def has_stepped(optimizer: Optimizer) -> bool:
@@ -102,12 +102,37 @@ def _part_of(value: Any, parameter: Parameter, part: slice, shape: torch.Size) -
     return copied.flatten()[part].view(shape).clone() if copied.shape == parameter.shape else copied
 
 
+def warn_of_missing_moments(optimizer: Optimizer, remedy: str, is_saved: Callable[[], bool]) -> None:
+    """From now on, says once where a script saves the optimizer without moments, as they are the server's.
+
+    Args:
+        remedy: says what has them.
+        is_saved: whether that is saved anyway.
+    """
+    said: list[bool] = []
+
+    def warn(optimizer: Optimizer) -> None:
+        if not (said or optimizer.state or is_saved()):
+            said.append(True)
+            say(
+                f"warning: {type(optimizer).__name__}.state_dict() has no moments, which are the server's: a "
+                f"checkpoint needs {remedy}"
+            )
+
+    optimizer.register_state_dict_pre_hook(warn)
+
+
 class StateInServer(defaultdict[Any, Any]):
     """The state of an optimizer during the run: empty, as the server has the moments."""
 
     def clear(self) -> None:
         """Ends the process with one line: a script that clears the moments would go on with the server's."""
-        fail(_MOMENTS)
+        fail(_CHANGED)
+
+    def __missing__(self, parameter: Any) -> NoReturn:
+        """Ends the process with one line: a script that reads moments, or steps a copy of the optimizer, would find
+        none."""
+        fail(_READ)
 
     def check(self, optimizer: Optimizer) -> None:
         """Checks that the optimizer has this state.
@@ -116,4 +141,4 @@ class StateInServer(defaultdict[Any, Any]):
             ConfigurationError: the script has given it another.
         """
         if optimizer.state is not self:
-            raise ConfigurationError(_MOMENTS)
+            raise ConfigurationError(_CHANGED)

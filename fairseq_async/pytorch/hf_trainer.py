@@ -112,7 +112,7 @@ class AsyncCallback(TrainerCallback):
         optimizer: Optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # of accelerate's wrapper
         scheduler: LRScheduler = getattr(kwargs["lr_scheduler"], "scheduler", kwargs["lr_scheduler"])
         self._training = self._make(kwargs["model"], optimizer, scheduler, state.max_steps)
-        self._training.any_length = True
+        self._training.of_trainer = True
         self._training.by_script = self._divides or _divisions[0].by_script
         if state.global_step:
             self._restore(self._training, Path(self._resumed_from or _checkpoint(args, state)) / STATE)
@@ -157,9 +157,7 @@ class AsyncCallback(TrainerCallback):
 
     def _make(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> AsyncTraining:
         if self.method == "local_sgd":
-            local = AsyncLocalSGD(model, optimizer, **self.options | {"total_steps": steps})
-            local.has_schedule = True
-            return local
+            return AsyncLocalSGD(model, optimizer, **self.options | {"total_steps": steps})
         return HybridAsync(model, optimizer, scheduler=scheduler, **self.options | {"total_steps": steps})
 
     def _restore(self, training: AsyncTraining, path: Path) -> None:

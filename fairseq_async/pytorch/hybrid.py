@@ -17,7 +17,13 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method.spec import JsonObject, MethodSpec, hybrid_spec
 from fairseq_async.options.config import HybridOptions
-from fairseq_async.pytorch.brought_state import StateInServer, brought_state, check_brought, checksum_of_moments
+from fairseq_async.pytorch.brought_state import (
+    StateInServer,
+    brought_state,
+    check_brought,
+    checksum_of_moments,
+    warn_of_missing_moments,
+)
 from fairseq_async.pytorch.options import parse_options
 from fairseq_async.pytorch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
 from fairseq_async.pytorch.schedules import one_for_each
@@ -27,8 +33,10 @@ from fairseq_async.server.optimizers.learning_rates import (
     check_options,
     check_rates,
     check_scheduled,
+    check_table,
     present_options,
     present_rates,
+    steps_taken,
     tabulate,
 )
 from fairseq_async.server.optimizers.torch_optimizer import PARTS, describe
@@ -145,6 +153,7 @@ class HybridAsync(AsyncTraining):
     def _add_hooks(self) -> list[RemovableHandle]:
         for part in self._parts:
             part.optimizer.state = part.state
+            warn_of_missing_moments(part.optimizer, "worker.state_dict(), too", lambda: self.of_trainer)
         before = [part.optimizer.register_step_pre_hook(self._exchange) for part in self._parts]
         return before + [part.optimizer.register_step_post_hook(part.give_back) for part in self._parts]
 
@@ -241,6 +250,7 @@ class _Part:
         self._scheduler = scheduler
         self.state = StateInServer(dict)
         self._taken: list[tuple[Parameter, Tensor | None]] = []
+        self._began = steps_taken(scheduler)  # before the first row of the table
         self._count = None if scheduler is None else StepCount(scheduler, steps)
 
     def count_in_server(self) -> None:
@@ -251,7 +261,7 @@ class _Part:
         """
         if self._scheduler is not None:
             rates = tabulate(self._scheduler, self.optimizer, self._steps, counted=True)
-            self.inner = replace(self.inner, learning_rates=rates)
+            self.inner, self._began = replace(self.inner, learning_rates=rates), 0
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -286,6 +296,8 @@ class _Part:
         self.state.check(self.optimizer)
         if self._count is not None:
             self._count.before_step()
+            if not self._count.ended:
+                check_table(self._scheduler, self._began, self.inner.learning_rates)
         self.check_rates()
 
     def check_rates(self) -> None:

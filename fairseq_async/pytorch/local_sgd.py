@@ -13,14 +13,20 @@ from fairseq_async.method.spec import MethodSpec, local_sgd_spec
 from fairseq_async.options.config import LocalSGDOptions
 from fairseq_async.pytorch.options import parse_options
 from fairseq_async.pytorch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
-from fairseq_async.pytorch.schedules import Given, ProgressSchedule, check_own, one_for_each
+from fairseq_async.pytorch.schedules import Given, ProgressSchedule, one_for_each
 from fairseq_async.pytorch.training import AsyncTraining
+from fairseq_async.server.optimizers.learning_rates import OwnRates
 from fairseq_async.worker.buffers import exchanged_buffers, with_buffers
 from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica
 from fairseq_async.worker.start.process import errors_in_one_line
+
+_REMEDY = (
+    "give it as scheduler=, which follows the run's progress, and leave scheduler.step() out of the loop, or set it by "
+    "worker.progress"
+)
 
 
 class AsyncLocalSGD(AsyncTraining):
@@ -44,9 +50,6 @@ class AsyncLocalSGD(AsyncTraining):
                 loss(model, batch()).backward()
                 optimizer.step()
 
-    Attributes:
-        has_schedule: whether the front end lets a schedule follow the run by itself.
-
     Args:
         model: the model, or several, for which names in messages begin with the model's number.
         optimizer: any of torch's, or several, of different parameters.
@@ -55,8 +58,6 @@ class AsyncLocalSGD(AsyncTraining):
             one. Needs ``total_steps``.
         options: those of ``local_sgd`` and of the server, see docs/pytorch.md.
     """
-
-    has_schedule = False
 
     @errors_in_one_line()
     def __init__(
@@ -77,6 +78,7 @@ class AsyncLocalSGD(AsyncTraining):
             for each, its in zip(self.optimizers, one_for_each(self.optimizers, scheduler), strict=True)
             if its is not None
         }
+        self._own_rates = {id(each): OwnRates(each, _REMEDY) for each in self.optimizers}
         self._called = set[int]()  # the optimizers whose step came since the last local step was complete
         self._counts = False  # whether one of these steps counts
 
@@ -139,8 +141,8 @@ class AsyncLocalSGD(AsyncTraining):
     def _check_schedule(self, optimizer: Optimizer) -> None:
         if schedule := self._schedules.get(id(optimizer)):
             schedule.check()
-        elif not self.has_schedule:
-            check_own(optimizer, self.workers, self.options.total_steps)
+        elif self.workers > 1 and self.options.total_steps and not self.of_trainer:
+            self._own_rates[id(optimizer)].check(self.progress)
 
 
 def _own(named: list[tuple[str, Parameter]], optimizer: Optimizer) -> list[tuple[str, Parameter]]:

@@ -107,6 +107,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 def check_exchanged(model: nn.Module, optimizers: Sequence[Optimizer], exchanged: Collection[int]) -> None:
     """Checks that no parameter has a gradient that the run does not exchange. Each worker would train its own copy.
+    A gradient that was left in a frozen parameter of the model is none.
 
     Args:
         optimizers: those that the script has made; none where the model's parameters are all that is trained.
@@ -116,7 +117,7 @@ def check_exchanged(model: nn.Module, optimizers: Sequence[Optimizer], exchanged
         ConfigurationError: a parameter of the model or of an optimizer has one.
     """
     groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
-    for parameter in chain(model.parameters(), *groups):
+    for parameter in chain((each for each in model.parameters() if each.requires_grad), *groups):
         if parameter.grad is not None and id(parameter) not in exchanged:
             name = next((name for name, each in model.named_parameters() if each is parameter), "")
             remedy = "give its optimizer too (several in a list)" if optimizers else "make it before training begins"

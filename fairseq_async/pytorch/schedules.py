@@ -7,7 +7,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.pytorch.training import listed
-from fairseq_async.server.optimizers.learning_rates import RateTable, present_rates, steps_taken, tabulate
+from fairseq_async.server.optimizers.learning_rates import RateTable, check_table, present_rates, steps_taken, tabulate
 from fairseq_async.server.plan import whole_steps
 
 Given = LRScheduler | Sequence[LRScheduler | None] | None
@@ -58,25 +58,11 @@ class ProgressSchedule:
         self._rates = present_rates(self._optimizer)
 
     def check(self) -> None:
-        """Checks that nothing else has set the rates; see :meth:`follow`."""
+        """Checks that nothing else has set the rates, and that they are still those of the scheduler; see
+        :meth:`follow`."""
         if steps_taken(self._scheduler) != self._taken or present_rates(self._optimizer) != self._rates:
             raise ConfigurationError(
                 f"scheduler= ({type(self._scheduler).__name__}) follows the progress of the run, and something else "
                 "sets the learning rate too: leave scheduler.step() out of the loop"
             )
-
-
-def check_own(optimizer: Optimizer, workers: int, total_steps: int) -> None:
-    """Checks that the optimizer has no scheduler that counts one worker's own steps, where workers share a run.
-
-    Raises:
-        ConfigurationError: it has one.
-    """
-    if (
-        workers > 1 and total_steps and hasattr(optimizer.step, "_wrapped_by_lr_sched")
-    ):  # torch's schedulers leave this mark
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} has a scheduler that counts this worker's own steps, of which a fast worker "
-            "takes more than the run has, and a slow one fewer: give it as scheduler=, which follows the run's "
-            "progress, and leave scheduler.step() out of the loop"
-        )
+        check_table(self._scheduler, self._taken, self._table.rates)

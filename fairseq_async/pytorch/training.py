@@ -58,7 +58,8 @@ class AsyncTraining(ABC):
         worker: this worker's number; worker 0 is to evaluate and save.
         workers: number of workers that were announced, for a ``DistributedSampler``.
         loss: loss of the coming step, for the log; set it before ``optimizer.step()`` if you like.
-        any_length: whether worker 0 alone says how many steps the run has; to be set before the block is entered.
+        of_trainer: whether a ``Trainer`` has the loop: worker 0 alone says how many steps the run has, schedules follow
+            the run, and checkpoints have the server's state; to be set before the block is entered.
         by_script: whether it is an error that two workers begin with the same batches; likewise.
         total_steps: number of steps of the run, once the block is entered; 0 for no end.
     """
@@ -75,7 +76,7 @@ class AsyncTraining(ABC):
         self._named = exchanged_parameters(self._model, self.optimizers)
         self._exchanged = {id(parameter) for _, parameter in self._named}
         self.loss: float | Tensor | None = None
-        self.any_length, self.by_script, self.total_steps = False, False, 0
+        self.of_trainer, self.by_script, self.total_steps = False, False, 0
         self._context = WorkerContext.find()
         self._restored: State | None = None
         self._server: ServerProcess | None = None
@@ -163,7 +164,7 @@ class AsyncTraining(ABC):
         )
         worker = self._make_worker(self._client)
         worker.details.untrained = untrained_checksum(self._model, self._exchanged)
-        worker.details.any_length, worker.details.by_script = self.any_length, self.by_script
+        worker.details.any_length, worker.details.by_script = self.of_trainer, self.by_script
         self._made_loop, spec = WorkerLoop(worker, self._context), self.describe(self.workers)
         welcome = self.loop.join(spec, lambda: self._restored or self._state_brought(spec), self._run_dir)
         self._restored, self.total_steps = None, welcome.total_steps

@@ -15,6 +15,7 @@ from fairseq_async.server.plan import check_epochs, no_schedule
 
 _NEWEST = 0.5  # weight of a worker's last round in its running mean speed
 _IN_FLIGHT = 16  # rounds of steps in one update, at most: with overlap, steps go on while an update is on its way
+_ROUNDING = 1e-6  # of steps: a third of one, three times
 _SHORTEST = 1e-6  # seconds of a step; a shorter time was not measured
 _FASTEST = 16.0  # times the median speed, at most: one worker's report cannot take the others' steps away
 
@@ -27,6 +28,15 @@ class AssignedWork(NamedTuple):
     offset: int
 
 
+class _Beginning(NamedTuple):
+    """Where the run was when it came to have as many workers as it has now: its local steps, its progress, which is
+    mean local steps of a worker, and the local steps on each shard."""
+
+    steps: int
+    progress: float
+    used: list[int]
+
+
 class LocalStepPlan:
     """Assigns local steps by measured speed (DyLU) and shards by need; ends the run after its local steps.
 
@@ -34,7 +44,8 @@ class LocalStepPlan:
     have delivered.
 
     Args:
-        workers: k; the run has k times ``total_steps`` local steps, whichever workers take them.
+        workers: k; the run has k times ``total_steps`` local steps, whichever workers take them. Of a run that goes on
+            with another k, those that are left of ``total_steps`` count so.
         local_steps: H, the most local steps of a round.
         total_steps: local steps of a worker on average; 0 for no end.
         dynamic_local_steps: whether a slower worker takes fewer steps a round.
@@ -64,6 +75,7 @@ class LocalStepPlan:
         self.gone: set[int] = set()
         self.steps = 0
         self.used = [0] * len(shards)  # local steps on each shard, which are as many batches
+        self._beginning = _Beginning(0, 0.0, [0] * len(shards))
         self.assigned: dict[int, AssignedWork] = {}
         self.awaited: set[int] = set()  # workers with assigned work who have not come yet since a restart
         self._generator = torch.Generator().manual_seed(seed)
@@ -71,7 +83,7 @@ class LocalStepPlan:
     @property
     def finished(self) -> bool:
         over = self.max_epoch > 0 and self.epochs > self.max_epoch - 1e-6
-        return over or (self.total_steps > 0 and self.steps >= self.total_steps * self.workers)
+        return over or (self.total_steps > 0 and self._left <= 0)
 
     def assign(self, worker: int) -> Assignment:
         """Assigns the next round. A worker that comes back after a restart of the server begins its round again."""
@@ -91,7 +103,7 @@ class LocalStepPlan:
             offset=work.offset,
             progress=self._progress(work.shard),
             progress_per_step=self._progress_per_step(worker, work.shard),
-            total_progress=self.steps / self.workers,
+            total_progress=self._progress(None),
             idle=steps == 0,
         )
 
@@ -150,17 +162,23 @@ class LocalStepPlan:
         """Returns the state, with each worker's work: after a restart each begins it again, in any order."""
         state = {"steps": self.steps, "epochs": self.epochs, "used": self.used, "speeds": self.speeds}
         assigned = {worker: tuple(work) for worker, work in self.assigned.items()}  # of a type that torch trusts
+        state |= {"workers": self.workers, "beginning": tuple(self._beginning)}
         return state | {"gone": sorted(self.gone), "assigned": assigned, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on from :meth:`state_dict`. If the number of shards differs, steps so far count for each by its size."""
+        """Goes on from :meth:`state_dict`. If the number of shards differs, steps so far count for each by its size. If
+        the number of workers differs, the progress is what it was."""
         self.steps, self.epochs = state["steps"], state["epochs"]
         self.used = list(state["used"])
         self.assigned = {
             worker: AssignedWork(*work) for worker, work in state["assigned"].items() if worker < self.workers
         }
+        steps, progress, used = state.get("beginning", (0, 0.0, [0] * len(self.used)))  # not in an older state
+        if (before := state.get("workers", self.workers)) != self.workers:
+            steps, progress, used = self.steps, progress + (self.steps - steps) / before, self.used
         if len(self.used) != len(self.shards):
-            self.used, self.assigned = _by_share(self.steps, self.shards), {}
+            self.used, used, self.assigned = _by_share(self.steps, self.shards), _by_share(steps, self.shards), {}
+        self._beginning = _Beginning(steps, progress, list(used))
         self.awaited = set(self.assigned)
         self.speeds = {worker: speed for worker, speed in state["speeds"].items() if worker < self.workers}
         self.gone = set(state.get("gone", ()))  # not in an older state; a worker that comes back is taken out
@@ -183,8 +201,14 @@ class LocalStepPlan:
             steps = local_steps(self._present, self.local_steps)[worker]
         if self.total_steps:
             promised = sum(work.steps for other, work in self.assigned.items() if other not in self.awaited)
-            steps = min(steps, self.total_steps * self.workers - self.steps - promised)
+            steps = min(steps, self._left - promised)
         return max(0, steps)
+
+    @property
+    def _left(self) -> int:
+        """The local steps from here to ``total_steps``, of all workers."""
+        since, left = self.steps - self._beginning.steps, self.total_steps - self._beginning.progress
+        return math.ceil(left * self.workers - _ROUNDING) - since
 
     def _counted(self) -> list[int]:
         """Returns the local steps on each shard, those of the present work included."""
@@ -205,10 +229,11 @@ class LocalStepPlan:
     def _progress(self, shard: int | None) -> float:
         """Returns the position of the schedule: by the steps on the shard, if there is one, since shards are used
         evenly; else by the steps of the run."""
+        began = self._beginning
         if shard is None:
-            return self.steps / self.workers
+            return began.progress + (self.steps - began.steps) / self.workers
         share = self.shards[shard] / sum(self.shards)
-        return self.used[shard] / share / self.workers
+        return began.progress + (self.used[shard] - began.used[shard]) / share / self.workers
 
     def _progress_per_step(self, worker: int, shard: int | None) -> float:
         if shard is not None:

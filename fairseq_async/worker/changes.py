@@ -7,6 +7,7 @@ from torch import Tensor
 
 _WIDTH = 127  # words of 8 bytes in a row: rows are summed at the memory's speed, and only their sums are weighted
 _PASSES_OF_A_STEP = 4  # at most: of SAM, and of several losses
+_SAMPLED = 8  # parameters
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -43,6 +44,30 @@ class ParameterWatch:
     def _fingerprints(self) -> dict[torch.device, Tensor]:
         devices = dict.fromkeys(tensor.device for _, tensor in self._named)
         return {device: _fingerprints(each for _, each in self._named if each.device == device) for device in devices}
+
+
+class WholeWatch:
+    """Notices that all parameters were replaced at once, as by the average of a script's own: by one element of each of
+    some, so that it costs nothing to note them after each step.
+
+    Args:
+        tensors: the parameters; those without elements, as between two steps of ZeRO 3, show nothing.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = [each for each in tensors if each.numel()][:_SAMPLED]
+        self._noted: list[Tensor] = []
+
+    def note(self) -> None:
+        """Notes the parameters as they are now."""
+        self._noted = [element.clone() for element in self._elements()]
+
+    def changed(self) -> bool:
+        """Whether they were others when they were noted."""
+        return any(not torch.equal(now, noted) for now, noted in zip(self._elements(), self._noted, strict=False))
+
+    def _elements(self) -> list[Tensor]:
+        return [each.detach()[tuple(size // 2 for size in each.shape)] for each in self._tensors]
 
 
 class LoopWatch:

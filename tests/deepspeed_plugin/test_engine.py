@@ -31,9 +31,9 @@ from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange import SharedMemory
 from fairseq_async.pytorch.brought_state import StateInServer
-from fairseq_async.server.optimizers.learning_rates import present_options, present_rates
+from fairseq_async.server.optimizers.learning_rates import OwnRates, RateTable, present_options, present_rates
 from fairseq_async.worker.batches import FirstBatches
-from fairseq_async.worker.changes import LoopWatch
+from fairseq_async.worker.changes import LoopWatch, WholeWatch
 from fairseq_async.worker.loop import WorkerLoop
 from fairseq_async.worker.start.context import WorkerContext
 
@@ -527,6 +527,44 @@ def test_a_model_is_saved_with_the_servers_parameters_and_by_each_worker_in_its_
     assert (engine.did, engine.given) == (pulls, [f"{tmp_path}/{file}"])
 
 
+@pytest.mark.usefixtures("of_deepspeed")
+def test_an_average_that_is_loaded_to_be_saved_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Local SGD would take it for a step, and save the server's parameters."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    engine = prepared(LocalEngine, model, SGD(model.parameters(), lr=0.1))
+    engine._own = WholeWatch(model.parameters())
+    for change in (lambda each: each.data.mul_(0.5), lambda each: setattr(each, "data", each.data * 0.5)):
+        engine._own.note()
+        for each in model.parameters():
+            change(each)
+        with pytest.raises(SystemExit):
+            engine.save_16bit_model(str(tmp_path))
+        assert "error: save_16bit_model() saves the server's parameters" in capsys.readouterr().err
+    cast(Any, engine.async_worker).finished = True
+    with pytest.raises(AttributeError):  # of DeepSpeed's own, which is not here
+        engine.save_16bit_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["a scheduler", "the loop", "the engine"])
+def test_a_schedule_of_a_workers_own_steps_is_one_line(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    engine = cast(Any, prepared(LocalEngine, model, optimizer))
+    engine._own_rates, engine.async_worker.total_progress = OwnRates(optimizer, "give one"), 0.0
+    engine._check_followed()
+    optimizer.param_groups[0]["lr"], engine.async_worker.total_progress = 0.2, 1.0  # by the run's progress
+    engine._check_followed()
+    if kind == "the loop":
+        optimizer.param_groups[0]["lr"] = 0.3
+    else:
+        scheduler = LambdaLR(optimizer, lambda step: 1.0)
+        engine.lr_scheduler = scheduler if kind == "the engine" else None
+    with pytest.raises(SystemExit):
+        engine._check_followed()
+    said = "given the engine another lr_scheduler" if kind == "the engine" else "of SGD by this worker's own steps"
+    assert said in capsys.readouterr().err
+
+
 def test_a_worker_that_joins_late_begins_with_the_learning_rate_of_the_runs_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -589,7 +627,8 @@ def hybrid_engine(optimizer: SGD, has_schedule: bool) -> HybridEngine:
     engine = HybridEngine.__new__(HybridEngine)
     nn.Module.__init__(engine)
     engine.async_worker, engine.optimizer = cast(Any, SimpleNamespace(finished=False)), optimizer
-    engine._has_schedule, engine._rates = has_schedule, present_rates(optimizer)
+    engine._has_schedule, engine._rates, engine.lr_scheduler = has_schedule, present_rates(optimizer), None
+    engine._schedule = RateTable(optimizer, [])
     engine._options, engine._followed = present_options(optimizer), FollowedSchedule(None, optimizer)
     return engine
 

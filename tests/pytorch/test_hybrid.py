@@ -358,16 +358,22 @@ def test_a_hook_before_the_step_that_would_come_too_late_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("done", "change"),
     [
-        lambda optimizer: optimizer.load_state_dict(Adam(optimizer.param_groups[0]["params"], lr=0.01).state_dict()),
-        lambda optimizer: optimizer.state.clear(),
+        (
+            "loaded or cleared",
+            lambda optimizer: optimizer.load_state_dict(
+                Adam(optimizer.param_groups[0]["params"], lr=0.01).state_dict()
+            ),
+        ),
+        ("loaded or cleared", lambda optimizer: optimizer.state.clear()),
+        ("read", lambda optimizer: optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].zero_()),
     ],
 )
-def test_moments_that_the_loop_loads_or_clears_are_one_line(
-    workers: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str], change: Callable[[Optimizer], None]
+def test_moments_that_the_loop_loads_clears_or_reads_are_one_line(
+    workers: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str], done: str, change: Callable[[Optimizer], None]
 ) -> None:
-    """The server would go on with its own."""
+    """The server has them, and would go on with its own."""
 
     def train(worker: int) -> None:
         model = model_of()
@@ -381,7 +387,66 @@ def test_moments_that_the_loop_loads_or_clears_are_one_line(
         optimizer.state.clear()  # after the block it is the script's own
 
     workers(1, gradient_main.build).run(train)
-    assert "error: the state of the optimizer was loaded or cleared during the run" in capfd.readouterr().err
+    assert f"error: the state of the optimizer was {done} during the run" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("of_trainer", [False, True])
+def test_an_optimizer_that_is_saved_without_its_moments_is_named_once(
+    workers: Start, capfd: pytest.CaptureFixture[str], of_trainer: bool
+) -> None:
+    """A checkpoint of the Trainer has the server's state."""
+
+    def train(worker: int) -> None:
+        model = model_of()
+        optimizer = Adam(model.parameters(), lr=0.01)
+        training = HybridAsync(model, optimizer, updates_per_step=1)
+        training.of_trainer = of_trainer
+        with training:
+            loss_of(model, 0, 0).backward()
+            optimizer.step()
+            assert not optimizer.state_dict()["state"]
+        assert not optimizer.state_dict()["state"]
+
+    workers(1, gradient_main.build).run(train)
+    assert capfd.readouterr().err.count("warning: Adam.state_dict() has no moments") == (not of_trainer)
+
+
+class Outside(LRScheduler):
+    """One whose rates follow from something that its script sets."""
+
+    factor = 1.0
+
+    def get_lr(self) -> list[float | Tensor]:
+        return [self.factor * rate for rate in self.base_lrs]
+
+
+@pytest.mark.parametrize("method", ["hybrid", "local"])
+@pytest.mark.parametrize("kind", ["a class", "a function", "a function that the loop does not step"])
+def test_rates_that_follow_from_something_else_than_steps_are_one_line(
+    workers: Start, capfd: pytest.CaptureFixture[str], kind: str, method: str
+) -> None:
+    """Where the loop steps the scheduler with AsyncLocalSGD, that is the mistake."""
+
+    def train(worker: int) -> None:
+        model, factor = model_of(), [1.0]
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = Outside(optimizer) if kind == "a class" else LambdaLR(optimizer, lambda step: factor[0])
+        make = HybridAsync if method == "hybrid" else AsyncLocalSGD
+        with pytest.raises(SystemExit, match="2"), make(model, optimizer, scheduler, total_steps=STEPS):
+            for step in range(STEPS):
+                if step == 2:
+                    factor[0] = scheduler.factor = 0.1  # type: ignore[attr-defined]
+                optimizer.zero_grad()
+                loss_of(model, 0, step).backward()
+                optimizer.step()
+                assert step < 3
+                if "not" not in kind and (method == "hybrid" or step == 2):
+                    scheduler.step()
+
+    workers(1, local_sgd_main.build if method == "local" else gradient_main.build).run(train)
+    stepped = method == "local" and kind == "a class"
+    said = "follows the progress of the run" if stepped else "which the run takes"
+    assert said in capfd.readouterr().err
 
 
 WRONG: dict[str, tuple[Callable[[nn.Module], Optimizer], dict[str, Any], str]] = {

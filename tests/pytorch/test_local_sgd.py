@@ -282,6 +282,7 @@ def test_a_parameter_that_is_trained_from_later_on_is_one_line(
         first, second, other = model[0].parameters(), list(model[1].parameters()), nn.Parameter(torch.ones(1))
         for parameter in second:
             parameter.requires_grad_(False)
+            parameter.grad = torch.ones_like(parameter) if late == "of no model" else None  # left from a phase before
         optimizer = SGD(model.parameters() if late == "unfrozen" else first, lr=LR)
         with pytest.raises(SystemExit), AsyncLocalSGD(model, optimizer):
             for step in range(4):

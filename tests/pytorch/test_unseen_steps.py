@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
 from fairseq_async.pytorch.training import AsyncTraining
@@ -468,23 +468,56 @@ def test_each_of_several_optimizers_follows_its_schedule_and_loses_its_own_step_
     torch.testing.assert_close(ended, flat(plain))
 
 
-@pytest.mark.parametrize("given", [True, False])
+def plateau(optimizer: Optimizer) -> Callable[[int], object]:
+    scheduler = ReduceLROnPlateau(optimizer, patience=0)
+    return lambda step: scheduler.step(1.0)
+
+
+def by_the_loop(optimizer: Optimizer) -> Callable[[int], object]:
+    return lambda step: optimizer.param_groups[0].update(lr=0.1 / (1 + step))
+
+
+OWN_SCHEDULES: dict[str, tuple[Callable[[Optimizer], Callable[[int], object]], int]] = {  # and the last step
+    "a scheduler": (lambda optimizer: (each := CosineAnnealingLR(optimizer, STEPS)) and (lambda _: each.step()), 0),
+    "a plateau": (plateau, 1),
+    "a rate of the loop": (by_the_loop, 1),
+}
+
+
+@pytest.mark.parametrize("case", [*OWN_SCHEDULES, "given"])
 def test_a_schedule_that_is_stepped_by_hand_is_one_line(
-    workers: Start, capfd: pytest.CaptureFixture[str], given: bool
+    workers: Start, capfd: pytest.CaptureFixture[str], case: str
 ) -> None:
     def train(worker: int) -> None:
         model = net()
         optimizer = SGD(model.parameters(), lr=0.1)
-        scheduler = CosineAnnealingLR(optimizer, STEPS)
+        given = CosineAnnealingLR(optimizer, STEPS) if case == "given" else None
+        make, last = OWN_SCHEDULES.get(case, (lambda _: lambda _: given.step(), 0))  # type: ignore[union-attr]
+        after_step = make(optimizer)
         with pytest.raises(SystemExit):
-            with AsyncLocalSGD(model, optimizer, scheduler if given else None, total_steps=STEPS, **AS_IT_IS):
+            with AsyncLocalSGD(model, optimizer, given, total_steps=STEPS, **AS_IT_IS):
                 for step in range(STEPS):
                     optimizer.zero_grad()
                     backward(model, step, worker)
                     optimizer.step()
-                    assert step == 0
-                    scheduler.step()
+                    assert step <= last
+                    after_step(step)
 
     workers(2, local_sgd_main.build).run(train)
-    said = "follows the progress of the run" if given else "give it as scheduler="
+    said = "follows the progress of the run" if case == "given" else "give it as scheduler="
     assert capfd.readouterr().err.count(said) == 2
+
+
+def test_a_rate_that_the_loop_takes_from_the_progress_of_the_run_is_taken(workers: Start) -> None:
+    def train(worker: int) -> set[float]:
+        model, rates = net(), set()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with AsyncLocalSGD(model, optimizer, total_steps=STEPS, **AS_IT_IS) as training:
+            while not training.finished:
+                optimizer.param_groups[0]["lr"] = 0.1 / (1 + training.progress)
+                rates.add(optimizer.param_groups[0]["lr"])
+                backward(model, 0, worker)
+                optimizer.step()
+        return rates
+
+    assert all(len(rates) > 2 for rates in workers(2, local_sgd_main.build).run(train))

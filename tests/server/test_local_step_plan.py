@@ -1,5 +1,6 @@
 """Local steps by speed, shards by need, and the plan that deals them out."""
 
+import io
 import math
 from fractions import Fraction
 from typing import Any
@@ -210,6 +211,26 @@ def test_a_plan_for_other_workers_goes_on_with_shards_of_its_own(sizes: list[int
     assert second.steps == 4 * steps and second.speeds.keys() == {0, 1}
     given_ = second.assign(1)
     assert given_.local_steps == 5 and given_.shard in (range(len(sizes)) if sizes else [None])
+
+
+@pytest.mark.parametrize("shards", [[], [16, 16]])
+def test_a_run_that_goes_on_with_other_workers_has_the_progress_that_it_had(shards: list[int]) -> None:
+    """And as many steps left; also after a restart, and with yet another number."""
+    state: dict[str, Any] = {}
+    for workers, steps, progress, left in ((2, 10, 0.0, 24), (1, 4, 5.0, 7), (1, 0, 9.0, 3), (3, 5, 9.0, 9)):
+        plan = LocalStepPlan(workers, 99, total_steps=12, dynamic_local_steps=False, shards=shards, seed=1)
+        if state:
+            plan.load_state_dict(state)
+        begun = plan.assign(0)
+        assert begun.total_progress == begun.progress == progress and begun.local_steps == left
+        for shard in (0, 1):
+            plan.record(0, report(steps // 2 + steps % 2 * shard, shard=shard if shards else None))
+        state = plan.state_dict()
+        torch.save(state, path := io.BytesIO())
+        path.seek(0)
+        state = torch.load(path, weights_only=True)
+    plan.record(0, report(4))
+    assert plan.finished
 
 
 def test_what_workers_were_at_that_are_no_more_does_not_count_as_drawn() -> None:

@@ -26,7 +26,7 @@ from fairseq_async.deepspeed_plugin.engines.checkpoints import (
     server_state_beside,
 )
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
-from fairseq_async.errors import AsyncError, RefusedError, fail
+from fairseq_async.errors import AsyncError, ConfigurationError, RefusedError, fail
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.worker.changes import LoopWatch
 from fairseq_async.worker.hybrid import HybridWorker
@@ -335,8 +335,14 @@ class AsyncEngine(DeepSpeedEngine):
 
     @errors_in_one_line()
     def _check_followed(self) -> None:
-        """Checks that the script does not step the schedule, before it is set to the run's progress again."""
+        """Checks that the script neither steps nor replaces the schedule, before it is set to the run's progress
+        again."""
         self._followed.check()
+        if self.lr_scheduler is not self._followed.schedule:
+            raise ConfigurationError(
+                "the script has given the engine another lr_scheduler, which the run does not follow: give it to "
+                "initialize, as lr_scheduler="
+            )
 
     def _is_past_the_end(self) -> bool:
         """Whether the run was over before this step, which then does nothing but count; says so once."""

@@ -13,15 +13,23 @@ from fairseq_async.deepspeed_plugin.schedules import NamedSchedule
 from fairseq_async.deepspeed_plugin.server_description import SCHEDULER, count_steps_as_torch, described
 from fairseq_async.errors import fail
 from fairseq_async.method.spec import MethodSpec
-from fairseq_async.pytorch.brought_state import StateInServer, brought_state, check_brought, checksum_of_moments
+from fairseq_async.pytorch.brought_state import (
+    StateInServer,
+    brought_state,
+    check_brought,
+    checksum_of_moments,
+    warn_of_missing_moments,
+)
 from fairseq_async.pytorch.parameters import l2_norm, step_gradients
 from fairseq_async.server.optimizers.learning_rates import (
     RateTable,
     StepSchedule,
     check_options,
     check_rates,
+    check_table,
     present_options,
     present_rates,
+    steps_taken,
 )
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec
 from fairseq_async.server.plan import whole_steps
@@ -39,6 +47,7 @@ class HybridEngine(AsyncEngine):
 
     async_worker: HybridWorker
     _moments: StateInServer | None = None  # of the optimizer, once the worker has joined
+    _saves = False  # whether the engine itself saves the optimizer, with the server's state beside it
 
     def set_up(
         self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext, run_dir: Path
@@ -73,6 +82,7 @@ class HybridEngine(AsyncEngine):
             self.async_worker.details.moments = checksum_of_moments(trainable(self), [self.optimizer])
         super()._join(server_state)
         self._moments = self.optimizer.state = StateInServer(dict)
+        warn_of_missing_moments(self.optimizer, "engine.save_checkpoint() in its place", lambda: self._saves)
 
     def _state_brought(self) -> State | None:
         """Returns the state of the optimizer, if it has stepped before."""
@@ -95,7 +105,10 @@ class HybridEngine(AsyncEngine):
         """Saves as :meth:`AsyncEngine.save_checkpoint`, with the server's parameters: the model's may be ahead."""
         if self.async_worker.look_ahead:
             self.pull()
-        return super().save_checkpoint(save_dir, tag, *args, **kwargs)
+        self._saves = True
+        saved = super().save_checkpoint(save_dir, tag, *args, **kwargs)
+        self._saves = False
+        return saved
 
     @errors_in_one_line()
     def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:
@@ -131,6 +144,8 @@ class HybridEngine(AsyncEngine):
         if self._moments is not None:
             self._moments.check(self.optimizer)
         check_options(self.optimizer, self._options)
+        if isinstance(self._schedule, RateTable) and self._schedule.rates:
+            check_table(self.lr_scheduler, steps_taken(self.lr_scheduler), self._schedule.rates)
         if not self._has_schedule:
             remedy = 'give a schedule as "scheduler" in the configuration, or as lr_scheduler='
             check_rates(self.optimizer, self._rates, remedy)

@@ -9,12 +9,20 @@ from fairseq_async.deepspeed_plugin.compat import check_overflow_always, lower_l
 from fairseq_async.deepspeed_plugin.engines import tensors
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
+from fairseq_async.deepspeed_plugin.world import entered_world
 from fairseq_async.errors import fail
 from fairseq_async.method.spec import MethodSpec
+from fairseq_async.server.optimizers.learning_rates import OwnRates
+from fairseq_async.worker.changes import WholeWatch
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.start.context import WorkerContext
 from fairseq_async.worker.start.process import errors_in_one_line
+
+_REMEDY = (
+    'give a schedule as "scheduler" in the configuration, or as lr_scheduler=, which follows the run\'s progress, or '
+    "set the rate by engine.progress"
+)
 
 
 class LocalEngine(AsyncEngine):
@@ -26,6 +34,8 @@ class LocalEngine(AsyncEngine):
 
     async_worker: LocalSGDWorker
     lr_scheduler: Any  # of DeepSpeed
+    _own = WholeWatch(())  # of the parameters that are trained
+    _own_rates: OwnRates | None = None
 
     def set_up(
         self, async_worker: LocalSGDWorker | HybridWorker, spec: MethodSpec, context: WorkerContext, run_dir: Path
@@ -39,6 +49,9 @@ class LocalEngine(AsyncEngine):
         self._lacks_gradient = False
         self._unstepped = tensors.unstepped(self)
         check_overflow_always(self.optimizer)
+        self._own = WholeWatch(each for _, each in self._trained)
+        counts = self.workers > 1 and spec.total_steps and self.lr_scheduler is None and entered_world() is None
+        self._own_rates = OwnRates(self.basic_optimizer, _REMEDY) if counts else None
         self._followed = FollowedSchedule(self.lr_scheduler, self.optimizer, spec.total_steps)
 
     @errors_in_one_line()
@@ -62,6 +75,32 @@ class LocalEngine(AsyncEngine):
             'offload_states: with "async_training" the optimizer stays where it is; leave the call out, or give '
             '"offload_optimizer"'
         )
+
+    @errors_in_one_line()
+    def _check_followed(self) -> None:
+        """Checks as :meth:`AsyncEngine._check_followed`, and that no schedule counts this worker's own steps."""
+        super()._check_followed()
+        if self._own_rates is not None:
+            self._own_rates.check(self.progress)
+
+    def _set_learning_rates(self) -> None:
+        super()._set_learning_rates()
+        self._own.note()  # the end of each step, and of the join
+
+    def pull(self) -> None:
+        """Pulls as :meth:`AsyncEngine.pull`."""
+        super().pull()
+        self._own.note()
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> object:
+        """Saves as :meth:`AsyncEngine.save_16bit_model`; parameters that a script has loaded for that are an error:
+        they would be taken for a local step, and the server's saved."""
+        if self.worker == 0 and not self.finished and self._own.changed():
+            fail(
+                "save_16bit_model() saves the server's parameters, and the script has loaded others into the model "
+                "since the last step: save these by torch.save(engine.module.state_dict(), FILE), or after engine.end()"
+            )
+        return super().save_16bit_model(*args, **kwargs)
 
     def step(self, *args: object, **kwargs: object) -> None:
         """Steps as DeepSpeed does; after the last local step of a round, exchanges with the server.

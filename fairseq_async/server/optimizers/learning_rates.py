@@ -133,6 +133,9 @@ class StepCount:
     Args:
         scheduler: one of torch's, of which :func:`tabulate` has made a table.
         steps: number of steps of the whole run.
+
+    Attributes:
+        ended: whether the scheduler has come to the run's end, and may have been taken back.
     """
 
     def __init__(self, scheduler: Any, steps: int) -> None:
@@ -140,6 +143,7 @@ class StepCount:
         self._began = self._last = steps_taken(scheduler)
         self._end = self._began + steps
         self._kept = [each.last_epoch for each in self._counting]
+        self.ended = False
         self._idle = self._hasty = 0  # how many steps of the optimizer in a row came without one of it, or with more
 
     def before_step(self) -> None:
@@ -151,6 +155,7 @@ class StepCount:
                 never steps it is right: the server's schedule goes on by itself.
         """
         taken = steps_taken(self._scheduler)
+        self.ended |= taken >= self._end
         if self._counting and taken < self._end:
             self._check(taken)
             self._kept = [each.last_epoch for each in self._counting]
@@ -238,6 +243,65 @@ def check_rates(optimizer: Optimizer, before: list[float], remedy: str) -> None:
                 f'param_groups[{number}]["lr"] of the optimizer was {given:g} and is {rate:g} now, but it steps in the '
                 f"server: {remedy}"
             )
+
+
+class OwnRates:
+    """Watches the rates of an optimizer that steps on its worker and has no schedule which follows the run.
+
+    A loop may set them by the run's progress, as it is told; a schedule of a worker's own steps is a mistake: a fast
+    worker takes more than the run has, and a slow one fewer.
+
+    Args:
+        remedy: says how the user gives a schedule that follows the run.
+    """
+
+    def __init__(self, optimizer: Optimizer, remedy: str) -> None:
+        self._optimizer, self._remedy = optimizer, remedy
+        self._before: tuple[float, list[float]] | None = None
+
+    def check(self, progress: float) -> None:
+        """Checks, before a step, that no scheduler counts the worker's steps, and that the rates are those of the step
+        before where the progress is.
+
+        Raises:
+            ConfigurationError: it does, or they are not.
+        """
+        rates, before = present_rates(self._optimizer), self._before
+        by_own_steps = before is not None and progress == before[0] and rates != before[1]
+        if by_own_steps or hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
+            raise ConfigurationError(
+                f"a scheduler, or the loop, sets the learning rate of {type(self._optimizer).__name__} by this "
+                "worker's own steps, of which a fast worker takes more than the run has, and a slow one fewer: "
+                f"{self._remedy}"
+            )
+        self._before = progress, rates
+
+
+def check_table(scheduler: Any, began: int, rates: Rates) -> None:
+    """Checks, on a worker, that a scheduler still has the rates of the table that was made of it.
+
+    A ``LambdaLR`` is asked for the last ones; of another scheduler, which the loop may step, those that it has set are
+    compared.
+
+    Args:
+        began: the scheduler's steps before the first row.
+
+    Raises:
+        ConfigurationError: it has others, which follow from something else than the number of its steps.
+    """
+    name, taken = type(scheduler).__name__, steps_taken(scheduler) - began
+    if type(scheduler) is LambdaLR:
+        taken = len(rates) - 1
+        present = _row_of_lambdas(scheduler, began)(taken)
+    elif 0 < taken < len(rates):
+        present = [float(rate) for rate in scheduler.get_last_lr()]
+    else:
+        return
+    if present != rates[taken]:
+        raise ConfigurationError(
+            f"{name} gives the learning rates {present} after {taken} steps, and gave {rates[taken]} when the run "
+            "began, which the run takes: it is to follow from the number of its steps alone"
+        )
 
 
 def check_scheduled(optimizer: Optimizer, scheduler: Any) -> None:
