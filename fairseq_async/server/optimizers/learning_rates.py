@@ -135,6 +135,7 @@ class StepCount:
         steps: number of steps of the whole run.
 
     Attributes:
+        early: whether this is the first step of the optimizer, and the loop has stepped the scheduler before it.
         ended: whether the scheduler has come to the run's end, and may have been taken back.
     """
 
@@ -143,7 +144,8 @@ class StepCount:
         self._began = self._last = steps_taken(scheduler)
         self._end = self._began + steps
         self._kept = [each.last_epoch for each in self._counting]
-        self.ended = False
+        self.ended, self.early = False, False
+        self._before_first = True
         self._idle = self._hasty = 0  # how many steps of the optimizer in a row came without one of it, or with more
 
     def before_step(self) -> None:
@@ -156,6 +158,7 @@ class StepCount:
         """
         taken = steps_taken(self._scheduler)
         self.ended |= taken >= self._end
+        self.early, self._before_first = self._before_first and taken > self._began, False
         if self._counting and taken < self._end:
             self._check(taken)
             self._kept = [each.last_epoch for each in self._counting]
@@ -195,9 +198,13 @@ def present_rates(optimizer: Optimizer) -> list[float]:
 
 
 def present_options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Returns the options of each parameter group but the learning rate, such as the weight decay."""
+    """Returns the options of each parameter group but the learning rate, such as the weight decay, and the ``id`` of
+    each of its parameters."""
     names = [name for name in optimizer.defaults if name != "lr"]
-    return [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+    return [
+        {name: group[name] for name in names if name in group} | {"params": {id(each) for each in group["params"]}}
+        for group in optimizer.param_groups
+    ]
 
 
 def check_options(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
@@ -214,6 +221,11 @@ def check_options(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
         return
     for number, (present, given) in enumerate(zip(now, before, strict=False)):
         for name in given:
+            if present.get(name) != given[name] and name == "params":
+                raise ConfigurationError(
+                    f"param_groups[{number}] of the optimizer has other parameters than at the beginning, but it steps "
+                    "in the server, which keeps those: leave them as they were, or use local SGD"
+                )
             if present.get(name) != given[name]:
                 raise ConfigurationError(
                     f'param_groups[{number}]["{name}"] of the optimizer was {given[name]} and is {present.get(name)} '
