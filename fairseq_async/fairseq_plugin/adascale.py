@@ -191,8 +191,7 @@ class AdaScaleTrainer(SynchronousTrainer):
 
     def state_dict(self) -> StateDict:
         """Returns fairseq's checkpoint, in types that ``torch.load`` trusts."""
-        # Trainer's method and not our override, which may set the steps again: a checkpoint must hold a plain int.
-        Trainer.set_num_updates(self, int(self.get_num_updates()))
+        self._num_updates = int(self._num_updates)  # torch.load trusts no type of ours
         return super().state_dict()
 
 

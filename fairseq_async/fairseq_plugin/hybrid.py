@@ -17,7 +17,6 @@ from fairseq.utils import set_torch_seed
 from torch import Tensor
 from torch.nn import Parameter
 
-from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import flags
 from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, AsynchronousTrainer
 from fairseq_async.fairseq_plugin.compat.batches import real_batches
@@ -25,6 +24,7 @@ from fairseq_async.fairseq_plugin.compat.checkpoints import of_another_optimizer
 from fairseq_async.fairseq_plugin.compat.precision import finite_norm, loss_scaler, overflows
 from fairseq_async.fairseq_plugin.compat.types import FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates, RemoteSchedule
+from fairseq_async.fairseq_plugin.remote_optimizer import RemoteOptimizer, clip_error, step_error
 from fairseq_async.fairseq_plugin.session import attach
 from fairseq_async.protocol import Report, Welcome
 from fairseq_async.server.plan import whole_steps
@@ -33,14 +33,6 @@ from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.loop import WorkerLoop
 
 _NO_TOKENS = 1e-9  # weight of batches without a target token: they move no mean, and alone they step as in fairseq
-_SERVER_CLIPS = (
-    "with hybrid_async the server clips, by --clip-norm, what the worker sends: give --clip-norm 0 and clip with "
-    "torch.nn.utils.clip_grad_norm_, or use --optimizer local_sgd"
-)
-_ONE_GRADIENT = (
-    "with hybrid_async each update is one gradient, by which the server counts steps and the learning rate; "
-    "use --optimizer local_sgd, where the task may step as it likes"
-)
 
 
 class HybridAsync(FairseqOptimizer):
@@ -78,16 +70,14 @@ class HybridAsync(FairseqOptimizer):
         # FP16Optimizer, which steps fp32 masters without this method, has zeros for missing gradients
         zeros = scaler is not None or any(p.dtype is torch.bfloat16 for _, p in named)
         self.worker = HybridWorker(client, named, zeros)
-        self._clips_before_task = cfg.clip_norm > 0 and changes_gradients
+        self._clips, self._changes_gradients = cfg.clip_norm > 0, changes_gradients
         self._scales_into_slot = all(p.is_cpu and p.dtype is torch.float32 for _, p in named)
-        # The server takes the steps: this optimizer only holds the parameters, and the learning rate for fairseq's log.
-        self._optimizer = torch.optim.SGD([p for _, p in named], lr=cfg.lr[0])
+        self._optimizer = RemoteOptimizer([p for _, p in named], cfg.lr[0], self._exchange)
         self.report = Report()
         self.dummy = False
         self.restored: StateDict | None = None
         self._norm: float | None = None  # from the clipping to the step
         self._reset_step()
-        self.take_rate(cfg.lr[0])
 
     @classmethod
     def add_args(cls, parser: ArgumentParser) -> None:
@@ -115,7 +105,8 @@ class HybridAsync(FairseqOptimizer):
         """
         if self._norm is None:
             no_tokens = self.tokens and not any(map(float, self.tokens))  # fairseq divides by 1 then
-            self._weight = 0.0 if self.dummy else _NO_TOKENS if no_tokens else round(1.0 / float(c), 9)
+            weight = 1.0 / float(c)
+            self._weight = 0.0 if self.dummy else _NO_TOKENS if no_tokens else round(weight, 9) or weight
         if self._scales_into_slot:
             return self.worker.scale_into_slot(float(c))
         self._factor *= float(c)
@@ -132,9 +123,7 @@ class HybridAsync(FairseqOptimizer):
             ConfigurationError: the task clips too.
         """
         if self._norm is not None:
-            raise ConfigurationError(
-                f"the task calls optimizer.clip_grad_norm beside fairseq's trainer: {_SERVER_CLIPS}"
-            )
+            raise clip_error("the task calls optimizer.clip_grad_norm beside fairseq's trainer")
         norm: Tensor = self._factor * super().clip_grad_norm(0.0)
         self._skip = self.scaler is not None and overflows(self.scaler, norm)
         self._norm = float(norm)
@@ -148,11 +137,12 @@ class HybridAsync(FairseqOptimizer):
             RefusedError: the last updates had NaN or Inf.
             ExchangeError: the server is gone; this update may be lost.
         """
-        if closure is not None:
-            raise ConfigurationError(f"the task calls optimizer.step(closure): {_ONE_GRADIENT}")
         if scale != 1.0:
             self.multiply_grads(1.0 / scale)
-        self._check_step()
+        self._optimizer.step(closure)
+
+    def _exchange(self) -> None:
+        self._check_clipping()
         norm, self._norm = self._norm, None
         if self._skip or not self._is_sent:
             return
@@ -164,6 +154,15 @@ class HybridAsync(FairseqOptimizer):
         if self.scaler is not None:
             self.scaler.update()
 
+    def _check_clipping(self) -> None:
+        if self._norm is None:
+            raise step_error("the task calls optimizer.step() beside fairseq's trainer")
+        if self._clips and (self._changes_gradients or self._optimizer.has_hooks) and not self._skip:
+            norm = float(self._factor * super().clip_grad_norm(0.0))
+            if math.isfinite(self._norm) and not math.isclose(norm, self._norm, rel_tol=1e-4):
+                changed = "the task's optimizer_step, or a hook before optimizer.step(), changes gradients"
+                raise clip_error(f"--clip-norm {self.cfg.clip_norm:g}: {changed}")
+
     @property
     def awaits_step(self) -> bool:
         """Whether there is a gradient that was clipped and not stepped."""
@@ -171,26 +170,7 @@ class HybridAsync(FairseqOptimizer):
 
     def take_rate(self, lr: float) -> None:
         """Takes the server's learning rate, for fairseq's log."""
-        self.set_lr(lr)
-        self._given_groups = self._options_of_groups()
-
-    def _options_of_groups(self) -> list[StateDict]:
-        return [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
-
-    def _check_step(self) -> None:
-        if self._norm is None:
-            raise ConfigurationError(f"the task calls optimizer.step() beside fairseq's trainer: {_ONE_GRADIENT}")
-        if self._options_of_groups() != self._given_groups:
-            raise ConfigurationError(
-                "the optimizer's param_groups were changed here (set_lr, a learning rate or weight decay by hand), and "
-                "with hybrid_async the server steps: use --lr-scheduler, or --optimizer local_sgd"
-            )
-        if self._clips_before_task and not self._skip:
-            norm = float(self._factor * super().clip_grad_norm(0.0))
-            if math.isfinite(self._norm) and not math.isclose(norm, self._norm, rel_tol=1e-4):
-                raise ConfigurationError(
-                    f"--clip-norm {self.cfg.clip_norm:g}: the task's optimizer_step changes gradients: {_SERVER_CLIPS}"
-                )
+        self._optimizer.take_rate(lr)
 
     # The server's state
 
@@ -366,7 +346,7 @@ class HybridTrainer(AsynchronousTrainer):
     ) -> FairseqObject:
         if grad_norm is not None:
             if self.optimizer.awaits_step:
-                raise ConfigurationError(f"the task's optimizer_step has not called optimizer.step(): {_ONE_GRADIENT}")
+                raise step_error("the task's optimizer_step has not called optimizer.step()")
             last = self.worker.last
             metrics.log_scalar("staleness", last["staleness"], priority=600, round=2)
             for name in ("push", "pull"):

@@ -117,7 +117,8 @@ class LocalSGDTrainer(AsynchronousTrainer):
             logger.warning("worker %d is back; its inner optimizer begins anew", self.session.context.worker)
         self.worker.begin(welcome)
         self.worker.restore_compressor((extra_state or {}).get("compressor"))
-        self.set_num_updates(int(self.worker.progress))
+        if self.worker.finished or int(self.worker.progress) != self._num_updates:
+            self.set_num_updates(int(self.worker.progress))  # which steps the schedule, that may count its steps
         return self.resume_data(extra_state, welcome.position)
 
     def _replica(self, optimizer: FairseqOptimizer) -> Replica:
@@ -283,8 +284,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
     def state_dict(self) -> StateDict:
         """Returns fairseq's checkpoint of the server's parameters, this worker's optimizer and the server's state."""
         state = self.fetch_server_state()
-        # Trainer's method and not our override, which would set the progress again: a checkpoint must hold a plain int.
-        Trainer.set_num_updates(self, int(self._num_updates))
+        self._num_updates = int(self._num_updates)  # torch.load trusts no type of ours
         checkpoint: StateDict = super().state_dict()
         checkpoint["extra_state"]["async_server"] = state
         compressor = self.worker.compressor_state()

@@ -4,6 +4,8 @@ import os
 from argparse import ArgumentParser, Namespace
 
 import torch
+from fairseq.optim.lr_scheduler import LR_SCHEDULER_REGISTRY
+from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from omegaconf import DictConfig
 
 from fairseq_async.errors import ConfigurationError, fail
@@ -116,9 +118,10 @@ def check_local_schedule(args: Namespace, workers: int) -> None:
     Raises:
         ConfigurationError: there is such a schedule.
     """
-    if workers > 1 and getattr(args, "lr_scheduler", None) == "reduce_lr_on_plateau":
+    name = getattr(args, "lr_scheduler", None)
+    if workers > 1 and issubclass(LR_SCHEDULER_REGISTRY.get(name, object), ReduceLROnPlateauLRSchedule):
         raise ConfigurationError(
-            f"--lr-scheduler reduce_lr_on_plateau: not possible with --optimizer {args.optimizer} and several workers, "
+            f"--lr-scheduler {name}: not possible with --optimizer {args.optimizer} and several workers, "
             "of which only worker 0 validates; give another schedule, or use --optimizer hybrid_async"
         )
 

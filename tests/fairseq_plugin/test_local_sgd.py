@@ -1,13 +1,18 @@
 """``--optimizer local_sgd`` in real ``fairseq-train`` processes."""
 
 import math
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from fairseq.optim.lr_scheduler import LR_SCHEDULER_REGISTRY
+from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 
 from fairseq_async.environment import PLUGINS, WORKER
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.fairseq_plugin.refused import check_local_schedule
 from tests.helpers.commands import HYBRID, MODEL, NAN_USER_DIR, PACKAGE, Processes, command
 from tests.helpers.run_files import events, load, relative_differences, valid_losses
 
@@ -207,6 +212,19 @@ def test_a_resumed_run_goes_on_with_what_it_had_not_sent(alone: Alone, tmp_path:
     assert max(differences.values()) == 0.0
     norms = [[event["residual_norm"] for event in events(tmp_path / run)] for run in ("whole", "parts")]
     assert norms[0] == norms[1] and norms[0][0] == 0.0 and min(norms[0][1:]) > 0.0
+
+
+def test_a_users_schedule_that_follows_losses_is_refused_as_fairseqs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(ReduceLROnPlateauLRSchedule):  # type: ignore[misc]
+        pass
+
+    monkeypatch.setitem(LR_SCHEDULER_REGISTRY, "mine", Mine)
+    args = Namespace(optimizer="local_sgd", lr_scheduler="mine")
+    check_local_schedule(args, 1)
+    with pytest.raises(
+        ConfigurationError, match="--lr-scheduler mine: not possible with --optimizer local_sgd and sev"
+    ):
+        check_local_schedule(args, 2)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from fairseq import options, utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.optim import build_optimizer
-from fairseq.optim.adam import Adam
+from fairseq.optim.adam import Adam, FairseqAdam
 from fairseq.optim.lr_scheduler import build_lr_scheduler
 
 import fairseq_async.fairseq_plugin  # noqa: F401
@@ -237,6 +237,13 @@ def test_a_schedule_of_the_users_own_is_named_with_those_that_the_server_has(mon
     own = replace(spec, framework=spec.framework | {"lr_scheduler": {"_name": "mine"}})
     with pytest.raises(ConfigurationError, match="--lr-scheduler mine: the server.* has cosine, fixed, .*local_sgd"):
         build(own, *ONE_TENSOR)
+
+
+def test_an_optimizer_that_does_more_than_its_torch_optimizers_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a plug-in: the server would leave out what its step() does beside."""
+    monkeypatch.setattr(FairseqAdam, "step", lambda self, closure=None, scale=1.0, groups=None: None)
+    with pytest.raises(ConfigurationError, match="--inner-optimizer adam.*its step.. is its own; .*local_sgd"):
+        build(spec_of(monkeypatch, "--inner-optimizer", "adam"), *ONE_TENSOR)
 
 
 def test_a_step_of_no_updates_is_refused_by_the_server_too(monkeypatch: pytest.MonkeyPatch) -> None:

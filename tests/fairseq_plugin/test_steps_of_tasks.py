@@ -19,12 +19,20 @@ def double_gradients(optimizer: HybridAsync) -> None:
         parameter.grad = 2 * parameter.grad
 
 
+def hook(optimizer: HybridAsync) -> None:
+    optimizer.optimizer.register_step_pre_hook(lambda *_: double_gradients(optimizer))
+
+
 @pytest.mark.parametrize(
     ("does", "clip_norm", "error"),
     [
         (lambda optimizer: None, 1.0, ""),
+        (lambda optimizer: optimizer.optimizer.step(), 1.0, ""),
+        (hook, 0.0, ""),
+        (hook, 1.0, "--clip-norm 1: the task's optimizer_step, or a hook before optimizer.step.., changes gradients"),
+        (lambda optimizer: optimizer.optimizer.state.clear(), 0.0, "changes the optimizer's state"),
         (double_gradients, 0.0, ""),
-        (double_gradients, 1.0, "--clip-norm 1: the task's optimizer_step changes gradients"),
+        (double_gradients, 1.0, "--clip-norm 1: the task's optimizer_step, or a hook"),
         (lambda optimizer: optimizer.multiply_grads(0.5), 0.0, ""),
         (lambda optimizer: optimizer.step(scale=2.0), 0.0, ""),
         (lambda optimizer: optimizer.step(lambda: 0.0), 0.0, "the task calls optimizer.step.closure."),
@@ -43,8 +51,12 @@ def test_what_a_task_does_before_its_step_is_taken_or_is_one_line(
     client: Any = SimpleNamespace(worker=0, prepare=lambda write: write(slot))
     named = [("weight", parameter)]
     optimizer = HybridAsync(Namespace(lr=[0.1], clip_norm=clip_norm), named, client, None, False, True)
-    exchange: Any = lambda write, weight, report, norm: sent.append((slot.tolist(), weight, norm))  # noqa: E731
-    optimizer.worker.exchange, optimizer.worker.learning_rate = exchange, 0.1  # type: ignore[method-assign]
+
+    def exchange(write: Callable[[torch.Tensor], object], *update: object) -> None:
+        write(slot)
+        sent.append((slot.tolist(), update))
+
+    optimizer.worker.exchange, optimizer.worker.learning_rate = exchange, 0.1  # type: ignore[method-assign, assignment]
     optimizer.zero_grad()
     optimizer.backward((parameter * torch.tensor([12.0, 16.0])).sum())
     optimizer.multiply_grads(1 / 4)
@@ -57,18 +69,22 @@ def test_what_a_task_does_before_its_step_is_taken_or_is_one_line(
         does(optimizer)
         if optimizer.awaits_step:
             optimizer.step()
-        ((_, weight, norm),) = sent
+        ((gradient, (weight, _, norm)),) = sent
         assert (weight, norm) == (4.0, 5.0) and not optimizer.awaits_step
+        if does in (double_gradients, hook):
+            assert gradient == [6.0, 8.0]
 
 
-@pytest.mark.parametrize(("tokens", "weight"), [([0, torch.tensor(0.0)], 1e-9), ([0, 1], 1.0), ([], 1.0)])
+@pytest.mark.parametrize(
+    ("tokens", "weight"), [([0, torch.tensor(0.0)], 1e-9), ([0, 1], 1.0), ([], 1.0), ([1e-12], 1e-12)]
+)
 def test_batches_without_a_target_token_have_no_weight_in_a_mean(tokens: list[Any], weight: float) -> None:
     """fairseq divides by 1 then, as by one token."""
     optimizer: Any = object.__new__(HybridAsync)
     optimizer.dummy, optimizer._norm, optimizer.tokens, optimizer._scales_into_slot = False, None, tokens, True
     optimizer.worker = SimpleNamespace(scale_into_slot=lambda factor: None)
-    optimizer.multiply_grads(1.0)
-    assert optimizer._weight == weight
+    optimizer.multiply_grads(1.0 if weight == 1e-9 else 1.0 / weight)
+    assert optimizer._weight == pytest.approx(weight)
 
 
 def test_a_task_that_does_not_step_is_one_line() -> None:

@@ -54,6 +54,21 @@ def test_a_multiple_that_others_pass_while_a_checkpoint_is_saved_is_seen_at_the_
     assert trainer._applied_updates() % 25 == 0  # where validations have another interval
 
 
+def test_saving_steps_no_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule of a user's may count its steps: a run that saves more often would have other rates."""
+    monkeypatch.setattr(Trainer, "state_dict", lambda self: {"extra_state": {}, "num": self._num_updates})
+    for kind in (LocalSGDTrainer, AdaScaleTrainer):
+        trainer: Any = object.__new__(kind)
+        trainer._num_updates, trainer._given = AppliedUpdates(6, 5), {}
+        trainer._worker, trainer._optimizer = SimpleNamespace(compressor_state=lambda: None), object()
+        trainer.loop, trainer.cfg = SimpleNamespace(state={"server": {}}), SimpleNamespace()
+        trainer.session = SimpleNamespace(given={}, context=SimpleNamespace(workers=1))
+        monkeypatch.setattr(kind, "lr_step_update", lambda self: pytest.fail("stepped"))
+        monkeypatch.setattr(kind, "data_parallel_world_size", 1)
+        saved = trainer.state_dict()["num"]
+        assert saved == 6 and type(saved) is int
+
+
 @pytest.mark.parametrize("counts", [True, False])
 def test_tasks_and_models_are_given_a_plain_number_of_updates(monkeypatch: pytest.MonkeyPatch, counts: bool) -> None:
     """A task may take another of three losses in each update; a step that does not count ends no interval."""
