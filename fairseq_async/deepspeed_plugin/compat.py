@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -31,6 +32,8 @@ MADE_FOR = "0.19.8"  # the version that setup.py names
 
 # Attributes of the engine: the methods that our subclasses override, and what those overrides read or count.
 ENGINE = (
+    "_cast_module_mixed_precision",
+    "_mixed_precision_dtypes",
     "_report_progress",
     "_step_applied",
     "_take_model_step",
@@ -150,6 +153,13 @@ def check_whole_model(engine: DeepSpeedEngine) -> None:
     for name, module in engine.module.named_modules():
         if getattr(module, "ep_size", 1) > 1:
             raise ConfigurationError(f"{name}: ep_size is {module.ep_size}: {divided}; give ep_size=1")
+
+
+def cast_to_bf16(engine: DeepSpeedEngine) -> None:
+    """Rounds the model as DeepSpeed does where its configuration has bf16: parameters, and buffers if it says so."""
+    kept = keep_in_fp32_pattern(engine.module, engine._config.keep_in_fp32_modules, torch.bfloat16)
+    _, buffers = engine._mixed_precision_dtypes()
+    engine._cast_module_mixed_precision(torch.bfloat16, buffers, False, kept)
 
 
 def refresh_masters(engine: DeepSpeedEngine) -> None:

@@ -79,12 +79,13 @@ def check(config: dict[str, Any], options: MethodOptions, section: Section, name
     if zero.get("stage", 0) not in stages:
         known = " and ".join(filter(None, [", ".join(map(str, stages[:-1])), str(stages[-1])]))
         raise ConfigurationError(
-            f'{name}: "zero_optimization": "stage" {zero["stage"]!r} is not supported with method {options.method}'
-            f"{_REASON if len(stages) == 1 else ''}; {known} {'is' if len(stages) == 1 else 'are'}"
+            f'{name}: "zero_optimization": "stage" {zero["stage"]!r} is not supported with method {options.method}; '
+            f"{known} are"
         )
+    unused = ("offload_optimizer",) if options.method == "hybrid_async" else ()  # there is none on the worker
     for key in ("offload_optimizer", "offload_param"):
         device = _object(zero, key, name).get("device", "none")
-        if device not in (("none", "cpu") if options.method == "local_sgd" else ("none",)):
+        if device not in (("none", "cpu") if options.method == "local_sgd" or key in unused else ("none",)):
             raise ConfigurationError(
                 f'{name}: "zero_optimization": "{key}" to {device} is not supported with method {options.method}; '
                 "leave it out"
@@ -109,7 +110,7 @@ def check(config: dict[str, Any], options: MethodOptions, section: Section, name
             'never lowers the loss scale: give "dtype": "bfloat16", or "stage": 0'
         )
     if options.method == "hybrid_async":
-        _check_hybrid(config, section, name)
+        _check_hybrid(config, name)
     if isinstance(options, AsyncLocalSGDOptions) and section.island_size > 1:
         in_turn = "fragments" if options.fragments > 1 else "fragment_delay"
         for key, used in (("overlap", options.overlap), (in_turn, options.in_fragments)):
@@ -117,10 +118,11 @@ def check(config: dict[str, Any], options: MethodOptions, section: Section, name
                 raise ConfigurationError(f'{name}: "{key}" is not supported with "island_size" above 1')
 
 
-_HALF_PRECISION = ("fp16", "bf16", "bfloat16", "amp")  # bfloat16 is DeepSpeed's older name of bf16
+BF16 = ("bf16", "bfloat16")  # which is DeepSpeed's older name of it
+_HALF_PRECISION = ("fp16", *BF16, "amp")
 _FLOAT16 = ("float16", "torch.float16", "fp16", "half")  # DeepSpeed's names of it
 _BFLOAT16 = ("bfloat16", "torch.bfloat16", "bf16")
-_STAGES = {"local_sgd": (0, 1, 2, 3), "hybrid_async": (0,), "adasum": (0, 1, 2), "adascale": (0, 1, 2)}
+_STAGES = {"local_sgd": (0, 1, 2, 3), "hybrid_async": (0, 1, 2), "adasum": (0, 1, 2), "adascale": (0, 1, 2)}
 _REASON = ", whose optimizer steps in the server"
 
 
@@ -136,17 +138,15 @@ def _check_whole_steps(zero: dict[str, Any], name: str) -> None:
             )
 
 
-def _check_hybrid(config: dict[str, Any], section: Section, name: str) -> None:
+def _check_hybrid(config: dict[str, Any], name: str) -> None:
     """Checks for keys that do not go with hybrid_async, which steps in the server, in fp32, on whole gradients."""
     reason = f"is not supported with method hybrid_async{_REASON}; local_sgd has it"
-    for key in _HALF_PRECISION:
+    for key in ("fp16", "amp"):
         if _object(config, key, name).get("enabled", False):
             raise ConfigurationError(f'{name}: "{key}" {reason}')
     autocast = _object(config, "torch_autocast", name)
     if autocast.get("enabled", False) is True and autocast.get("dtype") not in _BFLOAT16:
         raise ConfigurationError(f'{name}: "torch_autocast" in float16 {reason}; or give "dtype": "bfloat16"')
-    if section.island_size > 1:
-        raise ConfigurationError(f'{name}: "island_size" {reason}')
     schedule = config.get("scheduler")
     if isinstance(schedule, dict) and schedule.get("type") == "OneCycle":
         params = schedule.get("params")

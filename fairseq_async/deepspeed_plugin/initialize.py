@@ -18,6 +18,7 @@ from fairseq_async.deepspeed_plugin import checks, server_description
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.deepspeed_plugin.compat import (
     DeepSpeedOptimizer,
+    cast_to_bf16,
     check_attributes,
     check_whole_model,
     is_raised_by_script,
@@ -310,7 +311,9 @@ def _make_worker_engine(
     own = checks.worker_batch(own, context.workers, context.island_size, arguments.name)
     engine: AsyncEngine
     if isinstance(options, HybridOptions):
-        made = arguments.make_engine(server_description.without_schedule(own))
+        made = arguments.make_engine(server_description.without_masters(server_description.without_schedule(own)))
+        if server_description.is_in_bf16(own):
+            cast_to_bf16(made[0])
         inner = server_description.leave_to_server(made[0], own, options.total_steps)
         engine = _change_class(made[0], HybridEngine)
     else:
@@ -383,4 +386,4 @@ def _make_worker(
     if isinstance(options, LocalSGDOptions):
         replica = with_buffers(replica_of(engine, context.rank), engine.module, options, context.rank == 0)
         return local_sgd_worker(client, replica, options)
-    return HybridWorker(client, trainable(engine))
+    return HybridWorker(client, trainable(engine), is_writer=context.rank == 0)

@@ -7,6 +7,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from fairseq_async.deepspeed_plugin import schedules
+from fairseq_async.deepspeed_plugin.config import BF16
 from fairseq_async.deepspeed_plugin.engines.tensors import trainable
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method.spec import JsonObject
@@ -21,6 +22,18 @@ def without_schedule(config: dict[str, Any]) -> dict[str, Any]:
     if not schedules.is_deepspeeds(config.get("scheduler")):
         return config
     return {key: value for key, value in config.items() if key != "scheduler"}
+
+
+def without_masters(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the configuration without bf16, of which DeepSpeed makes fp32 masters, and without ZeRO 1 and 2, which
+    divide these and the moments among ranks: they are the server's."""
+    config = {key: value for key, value in config.items() if key not in BF16}
+    return config | {"zero_optimization": {"stage": 0}} if "zero_optimization" in config else config
+
+
+def is_in_bf16(config: dict[str, Any]) -> bool:
+    """Whether the model is to be in bf16."""
+    return any((config.get(key) or {}).get("enabled", False) for key in BF16)
 
 
 def leave_to_server(engine: DeepSpeedEngine, config: dict[str, Any], total_steps: int) -> JsonObject:

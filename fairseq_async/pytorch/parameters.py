@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.server.optimizers.torch_optimizer import check_of_model
 
+_HALF = (torch.bfloat16, torch.float16)
 _COMPILED = "_orig_mod."  # before each name in a model that torch.compile has wrapped
 
 
@@ -164,8 +165,10 @@ def drop_gradients(named: list[tuple[str, Parameter]]) -> None:
 
 
 def l2_norm(gradients: list[Tensor]) -> float:
-    """Returns the L2 norm of all gradients together; not finite if a gradient has NaN or Inf."""
-    return float(torch.nn.utils.get_total_norm(gradients))
+    """Returns the L2 norm of all gradients together, in fp32; not finite if a gradient has NaN or Inf."""
+    if all(gradient.dtype not in _HALF for gradient in gradients):
+        return float(torch.nn.utils.get_total_norm(gradients))
+    return float(torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]).norm())
 
 
 def is_skipped_by_scaler(optimizer: Optimizer) -> bool:

@@ -31,14 +31,22 @@ class HybridWorker(AsyncWorker):
         named: the model's parameters with their names.
         zeros: whether a parameter whose ``grad`` is None has the gradient 0, as where an optimizer steps fp32 masters.
             Otherwise the server leaves a parameter alone that no gradient of a step has.
+        is_writer: whether this rank writes the gradients into the slot; of an island's ranks, which have the same ones,
+            one does.
 
     Attributes:
         shard: this worker's part of the training set, of which it has drawn ``offset`` batches.
     """
 
-    def __init__(self, client: ServerConnection, named: Sequence[tuple[str, Parameter]], zeros: bool = False) -> None:
-        super().__init__(client, TensorReplica(named), MOST_REFUSED)
-        self._zeros = zeros
+    def __init__(
+        self,
+        client: ServerConnection,
+        named: Sequence[tuple[str, Parameter]],
+        zeros: bool = False,
+        is_writer: bool = True,
+    ) -> None:
+        super().__init__(client, TensorReplica(named, is_writer), MOST_REFUSED)
+        self._zeros, self._is_writer = zeros, is_writer
         self._parameters = [parameter for _, parameter in named]
         self._begun: tuple[int, Transfer] | None = None  # the slot's address, and the gradients on their way there
         self.learning_rate = self._steps = 0.0
@@ -86,12 +94,14 @@ class HybridWorker(AsyncWorker):
         A GPU copies while this process measures the gradients. On the CPU this does nothing: copying would take this
         process's own time.
         """
-        if self.replica.device.asynchronous:
+        if self.replica.device.asynchronous and self._is_writer:
             self.pin_exchanged()
             self.client.prepare(partial(self._begin, factor))
 
     def write(self, slot: Tensor, factor: float = 1.0) -> None:
         """slot ← factor · gradients, for the push; completes a :meth:`write_ahead` with the same factor."""
+        if not self._is_writer:
+            return
         if self._begun is None or self._begun[0] != slot.data_ptr():  # a server that has come back has another slot
             self._begin(factor, slot)
         assert self._begun is not None

@@ -55,6 +55,13 @@ def of_the_script(model: nn.Module) -> dict[str, Any]:
     return {"optimizer": optimizer, "lr_scheduler": schedule, "config": PLAIN}
 
 
+def of_the_script_in_bf16(model: nn.Module) -> dict[str, Any]:
+    """The same without decay: in half precision DeepSpeed steps once with zeros when it is made, and decays then."""
+    optimizer = SGD([group | {"weight_decay": 0.0} for group in groups(model)], lr=0.05, momentum=0.9)
+    schedule = OneCycleLR(optimizer, [0.1, 0.05, 0.0], total_steps=STEPS, cycle_momentum=False)
+    return {"optimizer": optimizer, "lr_scheduler": schedule, "config": PLAIN | {"bf16": {"enabled": True}}}
+
+
 def of_an_ordinary_run(model: nn.Module) -> dict[str, Any]:
     """An optimizer and a schedule that have taken five steps."""
     optimizer = AdamW(groups(model), lr=0.05)
@@ -80,6 +87,7 @@ CASES: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "position": of_an_ordinary_run,
     "checkpoint": of_a_checkpoint,
     "local": of_the_script,
+    "bf16": of_the_script_in_bf16,
 }
 WORKERS = {"position": 2}  # each with half of every batch; of the others one
 HYBRID = {"method": "hybrid_async", "barrier": True}
@@ -118,18 +126,18 @@ def train(name: str, out: Path, worker: int | None) -> None:
     engine, *_ = (deepspeed if worker is None else deepspeed_async).initialize(
         None, model, *given, *others, arguments["config"]
     )
-    rates, applied = [], []
+    kind, rates, applied = next(model.parameters()).dtype, [], []
     if first:
         engine.load_checkpoint(str(out / name))
     for inputs, targets in list(batches())[first:]:
         if name == "checkpoint" and worker is None and engine.global_steps == SAVED_AT:
             engine.save_checkpoint(str(out / name))
-        engine.backward(nn.functional.mse_loss(engine(inputs[part]), targets[part]))
+        engine.backward(nn.functional.mse_loss(engine(inputs[part].to(kind)).float(), targets[part]))
         engine.step()
         rates.append(engine.get_lr())
         applied.append(engine.was_step_applied())
     for _ in range(0 if worker is None else 2):  # steps past the end
-        engine.backward(engine(inputs).sum())
+        engine.backward(engine(inputs.to(kind)).sum())
         engine.step()
         applied.append(engine.was_step_applied())
     ending = "plain" if worker is None else f"worker-{worker}"

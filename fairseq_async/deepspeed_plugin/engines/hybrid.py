@@ -85,8 +85,8 @@ class HybridEngine(AsyncEngine):
         warn_of_missing_moments(self.optimizer, "engine.save_checkpoint() in its place", lambda: self._saves)
 
     def _state_brought(self) -> State | None:
-        """Returns the state of the optimizer, if it has stepped before."""
-        return brought_state(self.spec, trainable(self), [self.optimizer], server.build)
+        """Returns the state of the optimizer, if it has stepped before; of an island's ranks, rank 0 brings it."""
+        return None if self.context.rank else brought_state(self.spec, trainable(self), [self.optimizer], server.build)
 
     def _check_without_optimizer(self) -> None:
         """Ends the process with one line: the optimizer's state is the server's, as the parameters are."""

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from fairseq_async.errors import ExchangeError
-from fairseq_async.exchange import SharedMemory
+from fairseq_async.exchange import SharedMemory, copy
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Layout, Push, PushReply, Welcome, WorkReply
 from fairseq_async.worker.connection.client import Client
@@ -87,9 +87,9 @@ class IslandClient:
         starts: bool = False,
         fragment_of: int | None = None,
     ) -> int:
-        """Every rank copies from the slot."""
+        """Every rank copies from the slot, into which rank 0 copies what the server has published."""
         wanted = look_ahead, starts, fragment_of
-        version = self._broadcast_answer(lambda client: client.pull(lambda flat: None, *wanted), int)
+        version = self._broadcast_answer(lambda client: client.pull(lambda flat: _place(client, flat), *wanted), int)
         copy(self.slot)
         self._barrier()  # nobody writes before all have read
         return version
@@ -179,6 +179,11 @@ class IslandClient:
         received, location = _adapter(kind).validate_json(bytes(content.cpu().tolist()))
         self._attach_slot(location)
         return received
+
+
+def _place(client: Client, flat: Tensor) -> None:
+    if flat.data_ptr() != client.slot.data_ptr():
+        copy(client.slot, flat)
 
 
 def _adapter(kind: type[_Answer]) -> TypeAdapter[tuple[_Answer, _SlotLocation]]:
