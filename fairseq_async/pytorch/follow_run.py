@@ -11,7 +11,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import has_length
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.server.optimizers.learning_rates import rates_by_step
+from fairseq_async.server.optimizers.learning_rates import rates_by_step, steps_taken
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 
@@ -166,14 +166,17 @@ class RunSchedule:
         optimizer: the optimizer of the scheduler.
         worker: the worker side of the method.
         total_steps: number of steps of the run.
+        resumed: whether the scheduler is that of a checkpoint of an asynchronous run; the position of any other one is
+            where the run begins.
 
     Raises:
         ConfigurationError: the rates do not follow from the number of steps alone.
     """
 
-    def __init__(self, scheduler: Any, optimizer: Optimizer, worker: Worker, total_steps: int) -> None:
+    def __init__(self, scheduler: Any, optimizer: Optimizer, worker: Worker, total_steps: int, resumed: bool) -> None:
         self._scheduler, self._optimizer, self._worker = scheduler, optimizer, worker
-        self._rates_after = rates_by_step(scheduler, optimizer, total_steps)
+        self._begins_at = getattr(scheduler, "begins_at", 0) if resumed else steps_taken(scheduler)
+        self._rates_after = rates_by_step(scheduler, optimizer, total_steps, self._begins_at)
         self.step()
 
     def step(self) -> None:
@@ -191,7 +194,8 @@ class RunSchedule:
 
     def state_dict(self) -> State:
         """Returns the state of the ``Trainer``'s own scheduler, at the progress of the run."""
-        return {**self._scheduler.state_dict(), "last_epoch": self._steps}
+        position = {"last_epoch": self._begins_at + self._steps, "begins_at": self._begins_at}
+        return {**self._scheduler.state_dict(), **position}
 
     def load_state_dict(self, state: State) -> None:
         """Does nothing: the position is that of the run."""

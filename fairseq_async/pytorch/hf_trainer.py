@@ -125,7 +125,8 @@ class AsyncCallback(TrainerCallback):
         if state.max_steps != planned and self._trainer._created_lr_scheduler:
             self._trainer.lr_scheduler = None
             scheduler = self._trainer.create_scheduler(num_training_steps=state.max_steps)
-        schedule = RunSchedule(scheduler, optimizer, self._worker_side(), state.max_steps)
+        resumed = bool(state.global_step)
+        schedule = RunSchedule(scheduler, optimizer, self._worker_side(), state.max_steps, resumed)
         self._trainer.lr_scheduler = schedule  # type: ignore[assignment]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -15,17 +15,19 @@ VARIABLES = {"fairseq_train": {}, "torch_loop": {"PYTHONPATH": str(ROOT)}}
 
 
 class Ended(NamedTuple):
-    """A run: its exit code, the lines that say why, and its flat parameters where it has come to its end."""
+    """A worker: its exit code, the lines that say why, and where it has come to its end, the parameters that each batch
+    found, and the last ones; ``files`` begins the names of what it left."""
 
     code: int
     errors: list[str]
     output: str
-    parameters: Tensor | None
+    trace: Tensor | None
+    files: Path
 
 
 @pytest.fixture(scope="session")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, str], Ended]:
-    """``ended(front_end, case, method)``."""
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
+    """``ended(front_end, case, method, worker)``."""
 
     @cache
     def run(front_end: str) -> Path:
@@ -38,12 +40,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, str],
         assert code == 0, output[-3000:]
         return out
 
-    def of(front_end: str, case: str, method: str) -> Ended:
-        path = run(front_end) / f"{case}.{method}"
+    def of(front_end: str, case: str, method: str, worker: int = 0) -> Ended:
+        files = run(front_end) / f"{case}.{method}"
+        path = f"{files}-{worker}"
         output, saved = Path(f"{path}.log").read_text(), Path(f"{path}.pt")
-        state = torch.load(saved, weights_only=True) if saved.exists() else None
-        flat = None if state is None else torch.cat([each.flatten() for each in state.values()])
+        trace = torch.load(saved, weights_only=True)["trace"] if saved.exists() else None
         errors = [text for text in output.splitlines() if "error: " in text]
-        return Ended(int(Path(f"{path}.code").read_text()), errors, output, flat)
+        return Ended(int(Path(f"{path}.code").read_text()), errors, output, trace, files)
 
     return of

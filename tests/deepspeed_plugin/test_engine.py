@@ -1,11 +1,8 @@
 """What the engines count and exchange, of DeepSpeed's engine only what that needs."""
 
-import copy
 import gc
-import math
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
@@ -25,15 +22,12 @@ from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.hybrid import HybridEngine
 from fairseq_async.deepspeed_plugin.engines.island import IslandClient, _share_slot
 from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
-from fairseq_async.deepspeed_plugin.engines.tensors import check_masters, replica_of, trainable, unstepped
-from fairseq_async.deepspeed_plugin.exit import leave_at_exit
+from fairseq_async.deepspeed_plugin.engines.tensors import check_masters, replica_of
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange import SharedMemory
-from fairseq_async.pytorch.brought_state import StateInServer
-from fairseq_async.server.optimizers.learning_rates import OwnRates, RateTable, present_options, present_rates
 from fairseq_async.worker.batches import FirstBatches
-from fairseq_async.worker.changes import LoopWatch, WholeWatch
+from fairseq_async.worker.changes import LoopWatch
 from fairseq_async.worker.loop import WorkerLoop
 from fairseq_async.worker.start.context import WorkerContext
 
@@ -142,156 +136,6 @@ def test_a_model_in_half_precision_without_masters_is_one_line_with_the_key_that
         replica_of(engine, 0)
 
 
-def prepared(kind: type[AsyncEngine], model: nn.Module, optimizer: torch.optim.Optimizer) -> AsyncEngine:
-    """An engine that is set up, and has not joined; of DeepSpeed's engine it has what that needs."""
-    engine = kind.__new__(kind)
-    nn.Module.__init__(engine)
-    engine.module, engine.optimizer, engine.basic_optimizer, engine.lr_scheduler = model, optimizer, optimizer, None
-    cast(Any, engine).zero_optimization_partition_weights = lambda: False
-    refusals, context = SimpleNamespace(limit=3), WorkerContext()
-    worker = SimpleNamespace(refusals=refusals, finished=False, joined=True, batches=FirstBatches())
-    AsyncEngine.set_up(engine, cast(Any, worker), cast(Any, None), cast(Any, context), Path("run"))
-    return engine
-
-
-@pytest.mark.parametrize("kind", [LocalEngine, HybridEngine])
-def test_a_step_of_the_optimizer_that_the_script_takes_is_one_line(
-    kind: type[AsyncEngine], capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = nn.Linear(2, 1)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    engine, before = prepared(kind, model, optimizer), model.weight.detach().clone()
-    model(torch.ones(2)).sum().backward()
-    with pytest.raises(SystemExit):
-        optimizer.step()
-    assert "the run sees the steps of engine.step() alone" in capsys.readouterr().err
-    assert torch.equal(model.weight, before)
-    engine._takes_step = True  # as the engine's own
-    optimizer.step()
-    assert not torch.equal(model.weight, before)
-
-
-@pytest.mark.parametrize("kind", [LocalEngine, HybridEngine])
-def test_a_step_of_another_optimizer_is_one_line_unless_it_is_of_another_model(
-    kind: type[AsyncEngine], capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    engine = prepared(kind, model, SGD(model.parameters(), lr=0.1))
-    (model(torch.ones(2)) + other(torch.ones(2))).sum().backward()
-    SGD(other.parameters(), lr=0.1).step()
-    with pytest.raises(SystemExit):
-        SGD(model.parameters(), lr=0.1).step()  # made anew by the script
-    assert "error: the script trains weight in the step() of SGD, and the run sees the" in capsys.readouterr().err
-    cast(Any, engine.async_worker).finished = True  # and the model is the script's
-    SGD(model.parameters(), lr=0.1).step()
-
-
-@pytest.fixture
-def by_hand(monkeypatch: pytest.MonkeyPatch) -> Callable[[AsyncEngine, int, float], None]:
-    """``by_hand(engine, passes, rate)``: moves its parameters, which ``engine.step()`` does not."""
-    monkeypatch.setattr(DeepSpeedEngine, "forward", lambda engine, inputs: engine.module(inputs))
-    monkeypatch.setattr(DeepSpeedEngine, "step", lambda engine: None)
-
-    def train(engine: AsyncEngine, passes: int, rate: float) -> None:
-        for _ in range(passes):
-            cast(Any, engine(torch.ones(2))).sum().backward()
-            for each in engine.module.parameters():
-                each.data -= rate * cast(Tensor, each.grad)
-
-    return train
-
-
-@pytest.mark.parametrize("kind", [LocalEngine, HybridEngine])
-@pytest.mark.parametrize(
-    ("end", "passes"), [("none", 8), ("pull", 1), ("end", 1), ("save_checkpoint", 1), ("the process's", 1)]
-)
-def test_parameters_that_are_moved_without_the_engines_step_are_one_line(
-    by_hand: Callable[[AsyncEngine, int, float], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    kind: type[AsyncEngine],
-    end: str,
-    passes: int,
-) -> None:
-    model = nn.Linear(2, 1)
-    engine = cast(Any, prepared(kind, model, SGD(model.parameters(), lr=0.1)))
-    engine.global_steps, engine.async_worker.look_ahead = 0, 0.0
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    monkeypatch.setattr("fairseq_async.errors._failures", [])
-    with pytest.raises(SystemExit) as ended:
-        by_hand(engine, passes, 0.1)
-        if end == "the process's":
-            leave_at_exit(cast(Any, SimpleNamespace(leave=lambda finished: None)), engine, None)
-        elif end != "none":
-            getattr(engine, end)(*["directory"] * (end == "save_checkpoint"))
-    assert ended.value.code == 2
-    assert "error: weight is trained without engine.step(), which alone the run sees" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind", [LocalEngine, HybridEngine])
-@pytest.mark.parametrize("end", ["backward", "pull", "end", "forward", "save_checkpoint", "the process's"])
-def test_training_that_has_never_called_the_engine_itself_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type[AsyncEngine], end: str
-) -> None:
-    """But engine.module, so that it has not joined the run: its parameters are not the run's. Neither a change nor a
-    gradient alone is training."""
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    monkeypatch.setattr("fairseq_async.errors._failures", [])
-    model, connection = nn.Linear(2, 1), cast(Any, SimpleNamespace(leave=lambda finished: None))
-    engine = cast(Any, prepared(kind, model, SGD(model.parameters(), lr=0.1)))
-    engine.async_worker.joined, engine.async_worker.settle, engine.async_worker.done = False, lambda: None, 0
-    engine.global_steps, engine.async_worker.look_ahead = 0, 0.0
-    made = copy.deepcopy(model.state_dict())
-    nn.init.zeros_(model.weight)
-    engine.end()
-    model.load_state_dict(made)
-    engine.module(torch.ones(2)).sum().backward()
-    leave_at_exit(connection, engine, None)
-    model.weight.data += 1.0
-    given: dict[str, list[Any]] = {
-        "backward": [torch.ones(())],
-        "forward": [torch.ones(2)],
-        "save_checkpoint": ["here"],
-    }
-    with pytest.raises(SystemExit) as ended:
-        if end == "the process's":
-            leave_at_exit(connection, engine, None)
-        getattr(engine, end)(*given.get(end, []))
-    assert ended.value.code == 2 and "error: the model is trained before the run is joined" in capsys.readouterr().err
-
-
-def test_many_passes_and_changes_after_the_last_step_are_no_mistake(
-    by_hand: Callable[[AsyncEngine, int, float], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fairseq_async.errors._failures", [])
-    model = nn.Linear(2, 1)
-    engine = cast(Any, prepared(LocalEngine, model, SGD(model.parameters(), lr=0.1)))
-    engine.global_steps = 0
-    engine.async_worker.settle = engine.async_worker.catch_up = lambda: None
-    engine.async_worker.done = 0
-    by_hand(engine, 20, 0.0)
-    engine.pull()
-    by_hand(engine, 1, 0.0)
-    engine.step()
-    by_hand(engine, 3, 0.1)
-    engine.pull()
-    by_hand(engine, 7, 0.1)
-    leave_at_exit(cast(Any, SimpleNamespace(leave=lambda finished: None)), engine, None)
-
-
-def test_a_gradient_of_a_parameter_that_no_exchange_has_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(DeepSpeedEngine, "backward", lambda engine, loss: loss.backward())
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    engine = cast(Any, prepared(LocalEngine, model, SGD(model[0].parameters(), lr=0.1)))
-    engine._unstepped = unstepped(engine)
-    engine.backward(model[0](torch.ones(2)).sum())
-    with pytest.raises(SystemExit):
-        engine.backward(model(torch.ones(2)).sum())
-    assert "1.weight has a gradient and is in no exchange" in capsys.readouterr().err
-
-
 def test_an_optimizer_of_another_model_is_one_line() -> None:
     model = nn.Linear(2, 1)
     engine = with_optimizer(model, **vars(SGD([Parameter(torch.zeros(1))])))
@@ -319,37 +163,6 @@ def test_an_evaluation_and_a_checkpoint_of_a_worker_that_is_ahead_are_of_the_ser
     engine.eval()
     pulls = ["pulls"] * bool(look_ahead)
     assert done == [*pulls, "saves ('directory', 'tag')", *pulls, "evaluates"]
-
-
-@pytest.mark.parametrize("kind", [LocalEngine, HybridEngine])
-def test_a_step_without_a_gradient_is_no_step_of_the_run_and_says_so_once(
-    kind: type[AsyncEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    skipped: list[bool] = []
-    model = nn.Linear(2, 1)
-    engine = prepared(kind, model, SGD(model.parameters(), lr=0.1))  # its worker has no step
-    monkeypatch.setattr(HybridEngine, "_check_rates", lambda engine: None)
-    monkeypatch.setattr(AsyncEngine, "_check_followed", lambda engine: None)
-    monkeypatch.setattr(kind, "_skip_step", lambda engine: skipped.append(True))
-    for _ in range(2):
-        engine._take_model_step(None)
-    assert len(skipped) == 2 and caplog.text.count("call engine.backward(loss) before it") == 1
-
-
-def test_a_sparse_gradient_of_hybrid_async_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine = HybridEngine.__new__(HybridEngine)
-    nn.Module.__init__(engine)
-    engine.module = nn.Sequential(nn.Embedding(2, 1, sparse=True))
-    engine.module(torch.tensor([1])).sum().backward()
-    engine.async_worker = cast(Any, SimpleNamespace(finished=False))
-    monkeypatch.setattr(HybridEngine, "_check_rates", lambda engine: None)
-    monkeypatch.setattr(AsyncEngine, "_check_followed", lambda engine: None)
-    monkeypatch.setattr(HybridEngine, "_check_trained", lambda engine: None)
-    with pytest.raises(SystemExit):
-        engine._take_model_step(None)
-    assert "the gradient of 0.weight is sparse: make the layer without sparse=True" in capsys.readouterr().err
 
 
 class Saving:
@@ -527,44 +340,6 @@ def test_a_model_is_saved_with_the_servers_parameters_and_by_each_worker_in_its_
     assert (engine.did, engine.given) == (pulls, [f"{tmp_path}/{file}"])
 
 
-@pytest.mark.usefixtures("of_deepspeed")
-def test_an_average_that_is_loaded_to_be_saved_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Local SGD would take it for a step, and save the server's parameters."""
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    engine = prepared(LocalEngine, model, SGD(model.parameters(), lr=0.1))
-    engine._own = WholeWatch(model.parameters())
-    for change in (lambda each: each.data.mul_(0.5), lambda each: setattr(each, "data", each.data * 0.5)):
-        engine._own.note()
-        for each in model.parameters():
-            change(each)
-        with pytest.raises(SystemExit):
-            engine.save_16bit_model(str(tmp_path))
-        assert "error: save_16bit_model() saves the server's parameters" in capsys.readouterr().err
-    cast(Any, engine.async_worker).finished = True
-    with pytest.raises(AttributeError):  # of DeepSpeed's own, which is not here
-        engine.save_16bit_model(str(tmp_path))
-
-
-@pytest.mark.parametrize("kind", ["a scheduler", "the loop", "the engine"])
-def test_a_schedule_of_a_workers_own_steps_is_one_line(capsys: pytest.CaptureFixture[str], kind: str) -> None:
-    model = nn.Linear(2, 1)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    engine = cast(Any, prepared(LocalEngine, model, optimizer))
-    engine._own_rates, engine.async_worker.total_progress = OwnRates(optimizer, "give one"), 0.0
-    engine._check_followed()
-    optimizer.param_groups[0]["lr"], engine.async_worker.total_progress = 0.2, 1.0  # by the run's progress
-    engine._check_followed()
-    if kind == "the loop":
-        optimizer.param_groups[0]["lr"] = 0.3
-    else:
-        scheduler = LambdaLR(optimizer, lambda step: 1.0)
-        engine.lr_scheduler = scheduler if kind == "the engine" else None
-    with pytest.raises(SystemExit):
-        engine._check_followed()
-    said = "given the engine another lr_scheduler" if kind == "the engine" else "of SGD by this worker's own steps"
-    assert said in capsys.readouterr().err
-
-
 def test_a_worker_that_joins_late_begins_with_the_learning_rate_of_the_runs_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -574,33 +349,6 @@ def test_a_worker_that_joins_late_begins_with_the_learning_rate_of_the_runs_prog
     cast(Any, engine.async_worker).progress = 3.0
     AsyncEngine._join(engine, None)
     assert drawn.param_groups[0]["lr"] == 0.125
-
-
-@pytest.mark.parametrize("gradient", [0.5, float("nan")])
-def test_a_step_of_hybrid_async_has_the_weight_of_its_batch_and_one_that_was_refused_is_skipped(
-    monkeypatch: pytest.MonkeyPatch, gradient: float
-) -> None:
-    model, sent = nn.Linear(2, 1, bias=False), []
-    engine = prepared(HybridEngine, model, SGD(model.parameters(), lr=0.1))
-    worker: Any = engine.async_worker
-    worker.refusals.total = 4
-
-    def step(weight: float, loss: float, norm: float) -> None:
-        sent.append((weight, loss, norm))
-        worker.refusals.total += not math.isfinite(norm)
-
-    worker.write_ahead, worker.step, engine._loss = lambda: None, step, torch.tensor(1.5)
-    others = ("_check_rates", "_check_followed", "_set_learning_rates", "_log", "zero_grad")
-    for name in others:
-        monkeypatch.setattr(HybridEngine, name, lambda engine: None)
-    monkeypatch.setattr(DeepSpeedEngine, "train_batch_size", lambda engine: 8)
-    monkeypatch.setattr(DeepSpeedEngine, "managed_gradient_accumulation", lambda engine: True)
-    monkeypatch.setattr(DeepSpeedEngine, "steps_per_print", lambda engine: None)
-    engine.global_steps = engine.skipped_steps = engine.global_samples = 0
-    model.weight.grad = torch.full((1, 2), gradient)
-    engine._take_model_step(None)
-    refused, norm = math.isnan(gradient), pytest.approx(gradient * 2**0.5, nan_ok=True)
-    assert sent == [(8, 1.5, norm)] and (engine.global_steps, engine.skipped_steps) == (1, refused)
 
 
 def test_the_ranks_of_an_island_have_their_workers_slot_also_after_the_server_has_come_back() -> None:
@@ -620,64 +368,3 @@ def test_the_ranks_of_an_island_have_their_workers_slot_also_after_the_server_ha
     del memory
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == files + 1, "the present slot's"
-
-
-def hybrid_engine(optimizer: SGD, has_schedule: bool) -> HybridEngine:
-    """An engine of a run that is not over, which steps no further than to the check of the rates."""
-    engine = HybridEngine.__new__(HybridEngine)
-    nn.Module.__init__(engine)
-    engine.async_worker, engine.optimizer = cast(Any, SimpleNamespace(finished=False)), optimizer
-    engine._has_schedule, engine._rates, engine.lr_scheduler = has_schedule, present_rates(optimizer), None
-    engine._schedule = RateTable(optimizer, [])
-    engine._options, engine._followed = present_options(optimizer), FollowedSchedule(None, optimizer)
-    return engine
-
-
-def test_what_the_server_would_not_take_of_the_optimizer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    optimizer = SGD([Parameter(torch.zeros(1))], lr=0.1)
-    engine = hybrid_engine(optimizer, has_schedule=False)
-    optimizer.param_groups[0]["lr"] = 0.0
-    with pytest.raises(SystemExit):
-        engine._take_model_step(None)
-    assert 'param_groups[0]["lr"] of the optimizer was 0.1 and is 0 now' in capsys.readouterr().err
-    scheduled = hybrid_engine(optimizer, has_schedule=True)
-    scheduled._check_rates()
-    optimizer.param_groups[0]["weight_decay"] = 0.5
-    with pytest.raises(ConfigurationError, match='"weight_decay".* of the optimizer was 0 and is 0.5 now'):
-        scheduled._check_rates()
-    scheduled._moments = optimizer.state = StateInServer(dict)
-    with pytest.raises(SystemExit):
-        optimizer.state.clear()
-    optimizer.load_state_dict(optimizer.state_dict())
-    with pytest.raises(ConfigurationError, match="state of the optimizer was loaded or cleared during the run"):
-        scheduled._check_rates()
-
-
-@pytest.mark.parametrize("kind", [LocalEngine, HybridEngine])
-def test_a_layer_that_is_unfrozen_during_the_run_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type[AsyncEngine]
-) -> None:
-    engine = kind.__new__(kind)
-    nn.Module.__init__(engine)
-    engine.module = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1).requires_grad_(False))
-    engine.async_worker, engine._trained = cast(Any, SimpleNamespace(finished=False)), trainable(engine)
-    monkeypatch.setattr(HybridEngine, "_check_rates", lambda engine: None)
-    monkeypatch.setattr(AsyncEngine, "_check_followed", lambda engine: None)
-    engine._check_trained()
-    engine.module[1].requires_grad_(True)
-    with pytest.raises(SystemExit):
-        engine._take_model_step(None)
-    assert "1.bias was frozen, unfrozen or made anew during the run" in capsys.readouterr().err
-
-
-def test_a_scheduler_of_the_scripts_own_is_one_line() -> None:
-    optimizer = SGD([Parameter(torch.zeros(1))], lr=0.1)
-    LambdaLR(optimizer, lambda step: 1.0)
-    with pytest.raises(ConfigurationError, match="the optimizer has a scheduler, but it steps in the server"):
-        hybrid_engine(optimizer, has_schedule=False)._check_rates()
-
-
-def test_the_optimizer_is_not_moved_away_from_the_exchange(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        Engine().offload_states()
-    assert 'error: offload_states: with "async_training" the optimizer stays' in capsys.readouterr().err

@@ -2,7 +2,9 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,8 +14,12 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
 
 from fairseq_async.deepspeed_plugin import schedules
+from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
+from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.server.optimizers.learning_rates import present_rates, tabulate
+from fairseq_async.server.optimizers.learning_rates import OwnRates, present_rates, tabulate
+from fairseq_async.worker.batches import FirstBatches
+from fairseq_async.worker.start.context import WorkerContext
 
 STEPS = 6
 
@@ -137,3 +143,35 @@ def test_deepspeeds_schedules_take_the_largest_rates_of_the_groups() -> None:
     assert again.learning_rate == 1.0
     with pytest.raises(ConfigurationError, match='"scheduler": "params": warmup_num_steps must be a positive integer'):
         schedules.build({"type": "WarmupLR", "params": {"warmup_num_steps": -1}}, served)
+
+
+def prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> LocalEngine:
+    """An engine that is set up, and has not joined; of DeepSpeed's engine it has what that needs."""
+    engine = LocalEngine.__new__(LocalEngine)
+    nn.Module.__init__(engine)
+    engine.module, engine.optimizer, engine.basic_optimizer, engine.lr_scheduler = model, optimizer, optimizer, None
+    cast(Any, engine).zero_optimization_partition_weights = lambda: False
+    refusals, context = SimpleNamespace(limit=3), WorkerContext()
+    worker = SimpleNamespace(refusals=refusals, finished=False, joined=True, batches=FirstBatches())
+    AsyncEngine.set_up(engine, cast(Any, worker), cast(Any, None), cast(Any, context), Path("run"))
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["a scheduler", "the loop", "the engine"])
+def test_a_schedule_of_a_workers_own_steps_is_one_line(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    engine = cast(Any, prepared(model, optimizer))
+    engine._own_rates, engine.async_worker.total_progress = OwnRates(optimizer, "give one"), 0.0
+    engine._check_followed()
+    optimizer.param_groups[0]["lr"], engine.async_worker.total_progress = 0.2, 1.0  # by the run's progress
+    engine._check_followed()
+    if kind == "the loop":
+        optimizer.param_groups[0]["lr"] = 0.3
+    else:
+        scheduler = LambdaLR(optimizer, lambda step: 1.0)
+        engine.lr_scheduler = scheduler if kind == "the engine" else None
+    with pytest.raises(SystemExit):
+        engine._check_followed()
+    said = "given the engine another lr_scheduler" if kind == "the engine" else "of SGD by this worker's own steps"
+    assert said in capsys.readouterr().err

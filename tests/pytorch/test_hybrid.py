@@ -3,7 +3,6 @@
 import copy
 import math
 import threading
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,13 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    ConstantLR,
     CosineAnnealingLR,
     LambdaLR,
     LinearLR,
     LRScheduler,
     OneCycleLR,
+    ReduceLROnPlateau,
     SequentialLR,
 )
 
@@ -41,15 +39,9 @@ def model_of(seed: int = 0) -> nn.Module:
     return model
 
 
-def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * worker + step)
-    inputs = torch.randn(4, 5, generator=generator)
-    return inputs, inputs.sum(1, keepdim=True).sin()
-
-
 def loss_of(model: nn.Module, worker: int, step: int) -> Tensor:
-    inputs, targets = batch(worker, step)
-    return nn.functional.mse_loss(model(inputs), targets)
+    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * worker + step))
+    return nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True).sin())
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -123,26 +115,25 @@ def asynchronous(
                 if scheduler is not None:
                     scheduler.step()
                 step += 1
+            ended = flat(model)
+            optimizer.step()  # after the end, which changes nothing
+            assert torch.equal(flat(model), ended)
         assert not optimizer.state and step == STEPS
-        return flat(model)
+        return ended
 
     return team.run(train)
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_with_a_barrier_it_is_synchronous_training_to_the_bit(workers: Start, make: Any) -> None:
-    model = model_of()
-    expected = synchronous(model, make(model), workers=2)
-    for ended in asynchronous(workers(2, gradient_main.build), make):
-        assert torch.equal(ended, expected)
+CASES: dict[str, tuple[str, Any]] = {name: (name, None) for name in OPTIMIZERS}
+CASES |= {name: ("AdamW of groups", schedule) for name, schedule in SCHEDULERS.items()}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULERS.values(), ids=SCHEDULERS.keys())
-def test_the_server_takes_the_rates_of_a_scheduler_by_its_own_steps(workers: Start, schedule: Any) -> None:
-    make, model = OPTIMIZERS["AdamW of groups"], model_of()
-    optimizer = make(model)
-    expected = synchronous(model, optimizer, 2, schedule(optimizer))
-    for ended in asynchronous(workers(2, gradient_main.build), make, schedule):
+@pytest.mark.parametrize(("kind", "schedule"), CASES.values(), ids=CASES.keys())
+def test_with_a_barrier_it_is_synchronous_training_to_the_bit(workers: Start, kind: str, schedule: Any) -> None:
+    """With the rates of a scheduler by the server's own steps."""
+    optimizer = OPTIMIZERS[kind](model := model_of())
+    expected = synchronous(model, optimizer, 2, schedule and schedule(optimizer))
+    for ended in asynchronous(workers(2, gradient_main.build), OPTIMIZERS[kind], schedule):
         assert torch.equal(ended, expected)
 
 
@@ -218,77 +209,6 @@ def test_loops_that_end_by_their_own_count_end_together_with_the_finished_model(
     assert final.sequences == ({slow: 4, 1 - slow: 0} if local else {slow: 8, 1 - slow: 1})
 
 
-def test_a_gradient_with_nan_is_refused_and_a_step_after_the_end_changes_nothing(
-    workers: Start, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def train(worker: int) -> tuple[Tensor, Tensor]:
-        model = model_of()
-        optimizer = SGD(model.parameters(), lr=0.1)
-        seen = []
-        with HybridAsync(model, optimizer, updates_per_step=1, total_steps=2) as training:
-            for step in range(5):
-                optimizer.zero_grad()
-                (loss_of(model, 0, step) * (float("nan") if step == 0 else 1.0)).backward()
-                optimizer.step()
-                seen.append(flat(model))
-            assert training.progress == 2.0
-        return seen[2], seen[4]
-
-    ((at_the_end, later),) = workers(1, gradient_main.build).run(train)
-    assert torch.equal(at_the_end, later) and later.isfinite().all()
-    assert capsys.readouterr().err.count("the run has finished") == 1
-
-
-def test_a_worker_hears_at_once_that_its_gradient_with_nan_was_refused(workers: Start) -> None:
-    def train(worker: int) -> int:
-        model = model_of()
-        optimizer = SGD(model.parameters(), lr=0.1)
-        with HybridAsync(model, optimizer, updates_per_step=4, total_steps=9) as training:
-            for factor in (1.0, math.nan, math.inf):
-                optimizer.zero_grad()
-                (loss_of(model, 0, 0) * factor).backward()
-                optimizer.step()
-            return training.async_worker.refusals.in_a_row
-
-    assert workers(1, gradient_main.build).run(train) == [2]
-
-
-def one_cycle(of: Optimizer, steps: int = STEPS) -> OneCycleLR:
-    return OneCycleLR(of, 0.1, total_steps=steps, cycle_momentum=False)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        one_cycle,
-        lambda of: SequentialLR(of, [ConstantLR(of), one_cycle(of, STEPS - 2)], [2]),
-        lambda of: ChainedScheduler([ConstantLR(of), one_cycle(of)]),  # it does not count itself
-    ],
-    ids=["one", "in sequence", "chained"],
-)
-def test_a_loop_may_step_its_scheduler_more_often_than_the_run_has_steps(
-    workers: Start, make: Callable[[Optimizer], Any]
-) -> None:
-    """OneCycleLR raises an error for a step more than its own."""
-
-    def train(worker: int) -> bool:
-        model = model_of()
-        optimizer = SGD(model.parameters(), lr=0.1)
-        scheduler = make(optimizer)
-        with HybridAsync(model, optimizer, scheduler=scheduler, updates_per_step=2, total_steps=STEPS) as training:
-            for step in range(2 * STEPS):  # alone, it takes two steps for each one of the server
-                optimizer.zero_grad()
-                training.loss = loss_of(model, 0, step)
-                training.loss.backward()
-                optimizer.step()
-                scheduler.step()
-            return training.finished
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # that a loss with its graph is made a number
-        assert workers(1, gradient_main.build).run(train) == [True]
-
-
 def test_a_saved_state_goes_on_as_if_nothing_had_happened(workers: Start, tmp_path: Path) -> None:
     """Also the moments, and the position of the schedule, which are in the server."""
 
@@ -317,77 +237,72 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(workers: Start, tmp_pa
     assert torch.equal(whole, resumed)
 
 
-def test_an_exception_where_the_model_has_the_servers_parameters_is_the_one_that_is_seen(
-    workers: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def with_scheduler(model: nn.Module) -> Optimizer:
+    optimizer = Adam(model.parameters())
+    CosineAnnealingLR(optimizer, 3)
+    return optimizer
+
+
+def too_late(optimizer: Optimizer) -> None:
+    """A hook that the script had registered before finds the gradients in each step."""
+    optimizer.register_step_pre_hook(lambda *of_step: None)
+
+
+def load_new(optimizer: Optimizer) -> None:
+    optimizer.load_state_dict(AdamW(optimizer.param_groups[0]["params"], lr=0.01).state_dict())
+
+
+def read(optimizer: Optimizer) -> None:
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].zero_()
+
+
+def setting(name: str, value: Any) -> Callable[[Optimizer], object]:
+    return lambda optimizer: optimizer.param_groups[0].update({name: value})
+
+
+OF = 'param_groups[0]["{}"] of the optimizer'
+STATE = "the state of the optimizer was loaded or cleared during the run"
+CHANGES: dict[str, tuple[Callable[[Optimizer], object], bool, str]] = {  # and whether there is a scheduler
+    "a rate beside a scheduler": (setting("lr", 0.0), True, OF.format("lr")),
+    "a decay": (setting("weight_decay", 5.0), True, OF.format("weight_decay")),
+    "betas": (setting("betas", (0.5, 0.5)), True, OF.format("betas")),
+    "a rate": (setting("lr", 0.5), False, OF.format("lr") + " was 0.01 and is 0.5 now"),
+    "a hook": (too_late, False, "a hook before optimizer.step() was registered within the block"),
+    "parameters": (setting("params", []), True, "param_groups[0] of the optimizer"),
+    "moments that are read": (read, False, STATE.replace("loaded or cleared", "read")),
+    "moments that are loaded": (load_new, False, STATE),
+    "moments that are cleared": (lambda optimizer: optimizer.state.clear(), False, STATE),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_the_loop_changes_in_the_optimizer_and_the_server_does_not_take_is_one_line(
+    workers: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str], case: str
 ) -> None:
-    """What was changed before it stays changed, as in torch, which ends the worker at the next step."""
+    """The server would go on with what it has."""
+    change, has_schedule, said = CHANGES[case]
 
-    def train(worker: int) -> None:
+    def train(worker: int) -> list[bool]:
         model = model_of()
-        optimizer = SGD(model.parameters(), lr=0.1)
-        with pytest.raises(SystemExit, match="2"), HybridAsync(model, optimizer, run_dir=str(tmp_path)) as training:
-            own = next(model.parameters()).clone()
-            with pytest.raises(ZeroDivisionError), training.server_parameters(), torch.no_grad():
-                next(model.parameters()).add_(1.0)
-                raise ZeroDivisionError
-            assert torch.equal(next(model.parameters()), own + 1.0)
-            loss_of(model, 0, 0).backward()
-            optimizer.step()
-
-    workers(1, gradient_main.build).run(train)
-    assert "0.weight" in capfd.readouterr().err
-
-
-def test_a_hook_before_the_step_that_would_come_too_late_is_one_line(
-    workers: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def train(worker: int) -> None:
-        model = model_of()
-        optimizer = SGD(model.parameters(), lr=0.1)
-        seen = list[bool]()
+        optimizer, seen = AdamW(model.parameters(), lr=0.01), list[bool]()
         optimizer.register_step_pre_hook(lambda *of_step: seen.append(next(model.parameters()).grad is not None))
-        with pytest.raises(SystemExit, match="2"), HybridAsync(model, optimizer, run_dir=str(tmp_path / "own")):
-            for step in range(2):
-                loss_of(model, 0, step).backward()
-                optimizer.step()
-                optimizer.register_step_pre_hook(lambda *of_step: None)
-        assert seen == [True, True]
-
-    workers(1, gradient_main.build).run(train)
-    assert "error: a hook before optimizer.step() was registered within the block" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("done", "change"),
-    [
-        (
-            "loaded or cleared",
-            lambda optimizer: optimizer.load_state_dict(
-                Adam(optimizer.param_groups[0]["params"], lr=0.01).state_dict()
-            ),
-        ),
-        ("loaded or cleared", lambda optimizer: optimizer.state.clear()),
-        ("read", lambda optimizer: optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].zero_()),
-    ],
-)
-def test_moments_that_the_loop_loads_clears_or_reads_are_one_line(
-    workers: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str], done: str, change: Callable[[Optimizer], None]
-) -> None:
-    """The server has them, and would go on with its own."""
-
-    def train(worker: int) -> None:
-        model = model_of()
-        optimizer = Adam(model.parameters(), lr=0.01)
-        with pytest.raises(SystemExit, match="2"), HybridAsync(model, optimizer, run_dir=str(tmp_path / "own")):
-            for step in range(2):
+        scheduler = CosineAnnealingLR(optimizer, STEPS) if has_schedule else None
+        given = {"scheduler": scheduler, "total_steps": STEPS, "run_dir": str(tmp_path / "own")}
+        with pytest.raises(SystemExit, match="2"), HybridAsync(model, optimizer, **given):
+            for step in range(3):
                 optimizer.zero_grad()
                 loss_of(model, 0, step).backward()
                 optimizer.step()
-                change(optimizer)
+                if scheduler is not None:
+                    scheduler.step()
+                assert step < 2
+                if step == 1:
+                    change(optimizer)
         optimizer.state.clear()  # after the block it is the script's own
+        return seen
 
-    workers(1, gradient_main.build).run(train)
-    assert f"error: the state of the optimizer was {done} during the run" in capfd.readouterr().err
+    (seen,) = workers(1, gradient_main.build).run(train)
+    assert f"error: {said}" in capfd.readouterr().err and all(seen)
 
 
 @pytest.mark.parametrize("of_trainer", [False, True])
@@ -411,66 +326,34 @@ def test_an_optimizer_that_is_saved_without_its_moments_is_named_once(
     assert capfd.readouterr().err.count("warning: Adam.state_dict() has no moments") == (not of_trainer)
 
 
-class Outside(LRScheduler):
-    """One whose rates follow from something that its script sets."""
-
-    factor = 1.0
-
-    def get_lr(self) -> list[float | Tensor]:
-        return [self.factor * rate for rate in self.base_lrs]
-
-
-@pytest.mark.parametrize("method", ["hybrid", "local"])
-@pytest.mark.parametrize("kind", ["a class", "a function", "a function that the loop does not step"])
-def test_rates_that_follow_from_something_else_than_steps_are_one_line(
-    workers: Start, capfd: pytest.CaptureFixture[str], kind: str, method: str
-) -> None:
-    """Where the loop steps the scheduler with AsyncLocalSGD, that is the mistake."""
-
-    def train(worker: int) -> None:
-        model, factor = model_of(), [1.0]
-        optimizer = SGD(model.parameters(), lr=0.1)
-        scheduler = Outside(optimizer) if kind == "a class" else LambdaLR(optimizer, lambda step: factor[0])
-        make = HybridAsync if method == "hybrid" else AsyncLocalSGD
-        with pytest.raises(SystemExit, match="2"), make(model, optimizer, scheduler, total_steps=STEPS):
-            for step in range(STEPS):
-                if step == 2:
-                    factor[0] = scheduler.factor = 0.1  # type: ignore[attr-defined]
-                optimizer.zero_grad()
-                loss_of(model, 0, step).backward()
-                optimizer.step()
-                assert step < 3
-                if "not" not in kind and (method == "hybrid" or step == 2):
-                    scheduler.step()
-
-    workers(1, local_sgd_main.build if method == "local" else gradient_main.build).run(train)
-    stepped = method == "local" and kind == "a class"
-    said = "follows the progress of the run" if stepped else "which the run takes"
-    assert said in capfd.readouterr().err
-
-
+ADAM, SCHEDULED = OPTIMIZERS["Adam"], {"total_steps": 3}
 WRONG: dict[str, tuple[Callable[[nn.Module], Optimizer], dict[str, Any], str]] = {
     "another optimizer": (lambda model: torch.optim.RMSprop(model.parameters()), {}, "RMSprop"),
     "a name that is misspelt": (
-        OPTIMIZERS["Adam"],
+        ADAM,
         {"total_step": 3},
         "total_step; known are barrier, compress, look_ahead, seed, total_steps",
     ),
-    "a bad value": (OPTIMIZERS["Adam"], {"updates_per_step": 0}, "updates_per_step: Input should be greater"),
-    "a server's bad value": (OPTIMIZERS["Adam"], {"snapshot_seconds": -1}, "snapshot_seconds: Input should be"),
-    "clipping below 0": (
-        OPTIMIZERS["Adam"],
-        {"clip_norm": -1.0},
-        "clip_norm is -1.0: it must be a number of at least 0",
-    ),
-    "shards": (OPTIMIZERS["Adam"], {"shards": 3}, "shards is of no use"),
-    "another method": (OPTIMIZERS["Adam"], {"method": "local_sgd"}, "method: Input should be 'hybrid_async'"),
+    "a bad value": (ADAM, {"updates_per_step": 0}, "updates_per_step: Input should be greater"),
+    "a server's bad value": (ADAM, {"snapshot_seconds": -1}, "snapshot_seconds: Input should be"),
+    "clipping below 0": (ADAM, {"clip_norm": -1.0}, "clip_norm is -1.0: it must be a number of at least 0"),
+    "shards": (ADAM, {"shards": 3}, "shards is of no use"),
+    "another method": (ADAM, {"method": "local_sgd"}, "method: Input should be 'hybrid_async'"),
     "a parameter of another model": (
         lambda model: Adam([*model.parameters(), nn.Parameter(torch.ones(1))]),
         {},
         "1 par",
     ),
-    "no parameter": (lambda model: Adam(nn.Linear(1, 1).parameters()), {}, "2 parameters that are not the model's"),
+    "a scheduler that is not given": (with_scheduler, {}, "give a scheduler of torch as scheduler="),
+    "a schedule without an end": (ADAM, {"scheduler": SCHEDULERS["cosine"]}, "total_steps="),
+    "a plateau": (ADAM, SCHEDULED | {"scheduler": ReduceLROnPlateau}, "follows a loss"),
+    "betas that change": (ADAM, SCHEDULED | {"scheduler": lambda of: OneCycleLR(of, 0.1, 9)}, "cycle_momentum=False"),
+    "a rate without end": (
+        ADAM,
+        SCHEDULED | {"scheduler": lambda of: LambdaLR(of, lambda step: math.inf if step == 2 else 1.0)},
+        "gives the learning rates [inf] after 2 steps",
+    ),
+    "too many rates": (ADAM, {"scheduler": SCHEDULERS["lambda"], "total_steps": 1_000_000}, "more than 400000"),
 }
 
 
@@ -478,83 +361,13 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Optimizer], dict[str, Any], str]] =
 def test_a_mistake_is_one_line_before_anything_starts(
     make: Any, options: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as end:
-        HybridAsync(model := model_of(), make(model), **options)
-    lines = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2 and len(lines) == 1 and said in lines[0]
-
-
-SCHEDULES_REFUSED: dict[str, tuple[Callable[[Optimizer], Any], dict[str, Any], str]] = {
-    "without an end": (SCHEDULERS["cosine"], {}, "total_steps="),
-    "a plateau": (torch.optim.lr_scheduler.ReduceLROnPlateau, {"total_steps": 3}, "follows a loss"),
-    "betas that change": (lambda o: OneCycleLR(o, 0.1, total_steps=9), {"total_steps": 3}, "cycle_momentum=False"),
-    "a rate without end": (
-        lambda o: LambdaLR(o, lambda step: float("inf") if step == 2 else 1.0),
-        {"total_steps": 3},
-        "gives the learning rates [inf] after 2 steps",
-    ),
-    "too many rates": (SCHEDULERS["lambda"], {"total_steps": 1_000_000}, "more than 400000"),
-}
-
-
-@pytest.mark.parametrize(("schedule", "options", "said"), SCHEDULES_REFUSED.values(), ids=SCHEDULES_REFUSED.keys())
-def test_a_scheduler_that_cannot_be_followed_is_one_line(
-    schedule: Any, options: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = model_of()
-    optimizer = Adam(model.parameters())
-    scheduler = schedule(optimizer)
-    with pytest.raises(SystemExit):
-        HybridAsync(model, optimizer, scheduler=scheduler, **options)
+    """Also a schedule that cannot be followed."""
+    optimizer = make(model := model_of())
+    scheduler = {"scheduler": options["scheduler"](optimizer)} if "scheduler" in options else {}
+    with pytest.raises(SystemExit, match="2"):
+        HybridAsync(model, optimizer, **options | scheduler)
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
-
-
-@pytest.mark.parametrize(("name", "value"), [("lr", 0.0), ("weight_decay", 5.0), ("betas", (0.5, 0.5)), ("params", [])])
-def test_an_option_that_the_script_changes_beside_its_scheduler_is_one_line(
-    workers: Start, capsys: pytest.CaptureFixture[str], name: str, value: Any
-) -> None:
-    """The server would go on with the one before."""
-
-    def train(worker: int) -> None:
-        model = model_of()
-        optimizer = AdamW(model.parameters(), lr=0.01)
-        scheduler = CosineAnnealingLR(optimizer, STEPS)
-        with pytest.raises(SystemExit), HybridAsync(model, optimizer, scheduler=scheduler, total_steps=STEPS):
-            for step in range(3):
-                optimizer.zero_grad()
-                loss_of(model, 0, step).backward()
-                optimizer.step()
-                scheduler.step()
-                assert step < 2
-                if step == 1:
-                    optimizer.param_groups[0][name] = value
-
-    workers(1, gradient_main.build).run(train)
-    said = "param_groups[0] of" if name == "params" else f'param_groups[0]["{name}"] of'
-    assert f"{said} the optimizer" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_a_scheduler_that_is_stepped_before_its_optimizer_is_named_once(
-    workers: Start, capsys: pytest.CaptureFixture[str], early: bool
-) -> None:
-    def train(worker: int) -> None:
-        model = model_of()
-        optimizer = SGD(model.parameters(), lr=0.01)
-        scheduler = CosineAnnealingLR(optimizer, STEPS)
-        with HybridAsync(model, optimizer, scheduler=scheduler, total_steps=STEPS):
-            for step in range(3):
-                if early:
-                    scheduler.step()
-                optimizer.zero_grad()
-                loss_of(model, 0, step).backward()
-                optimizer.step()
-                if not early:
-                    scheduler.step()
-
-    workers(1, gradient_main.build).run(train)
-    assert capsys.readouterr().err.count("was stepped before the first optimizer.step()") == early
 
 
 def test_what_is_outside_of_the_block_or_no_state_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -568,23 +381,3 @@ def test_what_is_outside_of_the_block_or_no_state_is_one_line(capsys: pytest.Cap
             use()
         (line,) = capsys.readouterr().err.splitlines()
         assert said in line
-
-
-def test_a_learning_rate_that_would_be_ignored_is_one_line(capsys: pytest.CaptureFixture[str], workers: Start) -> None:
-    """A scheduler that was not given, and a rate that the loop sets."""
-    model = model_of()
-    optimizer = Adam(model.parameters())
-    CosineAnnealingLR(optimizer, 3)
-    with pytest.raises(SystemExit):
-        HybridAsync(model, optimizer)
-    assert "give a scheduler of torch as scheduler=" in capsys.readouterr().err
-
-    def train(worker: int) -> None:
-        optimizer = Adam(model.parameters())
-        with pytest.raises(SystemExit), HybridAsync(model, optimizer, updates_per_step=1):
-            optimizer.param_groups[0]["lr"] = 0.5
-            loss_of(model, 0, 0).backward()
-            optimizer.step()
-
-    workers(1, gradient_main.build).run(train)
-    assert 'param_groups[0]["lr"] of the optimizer was 0.001 and is 0.5 now' in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Several optimizers in one ``HybridAsync``, against the same plain loop."""
+"""Several optimizers in one run, against the same plain loop."""
 
 import copy
 import json
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 
-from fairseq_async.pytorch import HybridAsync
-from fairseq_async.server.programs import gradient_main
+from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
+from fairseq_async.server.programs import gradient_main, local_sgd_main
 from tests.helpers.thread_workers import ThreadWorkers
 
 Start = Callable[..., ThreadWorkers]
@@ -118,11 +118,7 @@ def trained(
     return flat(nets)
 
 
-@pytest.mark.parametrize("options", [{}, {"updates_per_step": 1}, {"barrier": True}], ids=str)
-@pytest.mark.parametrize(("loop", "make", "schedule"), CASES.values(), ids=CASES.keys())
-def test_one_worker_is_the_plain_loop_to_the_bit(
-    workers: Start, loop: Loop, make: Any, schedule: Any, options: dict[str, Any]
-) -> None:
+def plain(loop: Loop, make: Any, schedule: Any = None) -> Tensor:
     nets = models()
     optimizers = make(nets)
     schedulers = [] if schedule is None else schedule(optimizers)
@@ -130,8 +126,39 @@ def test_one_worker_is_the_plain_loop_to_the_bit(
         loop(nets, optimizers, 0, step)
         for scheduler in schedulers:
             scheduler.step()
+    return flat(nets)
+
+
+@pytest.mark.parametrize("options", [{}, {"updates_per_step": 1}, {"barrier": True}], ids=str)
+@pytest.mark.parametrize(("loop", "make", "schedule"), CASES.values(), ids=CASES.keys())
+def test_one_worker_is_the_plain_loop_to_the_bit(
+    workers: Start, loop: Loop, make: Any, schedule: Any, options: dict[str, Any]
+) -> None:
     (ended,) = workers(1, gradient_main.build).run(lambda worker: trained(loop, make, schedule, worker, **options))
-    assert torch.equal(ended, flat(nets))
+    assert torch.equal(ended, plain(loop, make, schedule))
+
+
+@pytest.mark.parametrize(("loop", "make"), [(adversarial, by_model), (divided, with_muon)])
+@pytest.mark.parametrize("count", [1, 2])
+def test_local_steps_are_those_of_all_optimizers_together(workers: Start, loop: Loop, make: Any, count: int) -> None:
+    """One worker is the plain loop; two end with the same parameters, of all optimizers."""
+    as_it_is: dict[str, Any] = {"outer": "sgd", "outer_lr": 1.0, "local_steps": 3, "total_steps": STEPS}
+
+    def train(worker: int) -> Tensor:
+        nets = models()
+        optimizers = make(nets)
+        with AsyncLocalSGD(nets, optimizers, **as_it_is) as training:
+            step = 0
+            while not training.finished:
+                loop(nets, optimizers, worker, step)
+                step += 1
+            assert count > 1 or step == training.progress == STEPS
+        return flat(nets)
+
+    ended = workers(count, local_sgd_main.build).run(train)
+    if count == 1:
+        torch.testing.assert_close(ended[0], plain(loop, make))
+    assert torch.equal(ended[0], ended[-1])
 
 
 def test_a_gradient_counts_in_the_mean_of_its_own_optimizer_alone(workers: Start) -> None:

@@ -39,7 +39,6 @@ from fairseq_async.server import ParameterServer
 from fairseq_async.server.compressed_changes import CompressedChanges
 from fairseq_async.server.compressed_starts import CompressedFragments, CompressedStarts
 from fairseq_async.server.local_step_plan import LocalStepPlan
-from fairseq_async.server.membership import Membership
 from fairseq_async.server.rounds.grace import GracePeriod, Quorum
 from fairseq_async.server.rounds.look_ahead import LookAhead
 from fairseq_async.server.rounds.near_arrivals import NearArrivals
@@ -138,30 +137,6 @@ def test_an_object_that_has_forgotten_a_worker_is_one_that_never_saw_it(make: Ca
     assert state(it) == state(never)
 
 
-def members(later: float) -> Membership:
-    it = Membership(3, now=later)
-    for worker in WORKERS:
-        it.connect(worker, f"process {worker}", later + 1.0 + worker)
-    it.wait(0, "hello")
-    it.answered(0, later + 5.0)
-    it.ask(1, later + 7.0, update=True)
-    it.note_message(1, later + 9.0)
-    it.leave(2, for_good=False, now=later + 10.0)
-    return it
-
-
-def test_after_an_excuse_all_times_are_later_and_nothing_else_has_changed() -> None:
-    it = members(0.0)
-    it.excuse(100.0)
-    assert state(it) == state(members(100.0))
-
-
-def test_the_first_updates_time_is_counted_from_the_answer_to_hello() -> None:
-    """Worker 0 came at 1 and had to wait for the run's beginning, at 5."""
-    it = members(0.0)
-    assert it._conduct[0].since == 5.0 and it.members[0].turn == 5.0 and it._conduct[1].since == 2.0
-
-
 def test_the_shortest_grace_of_those_that_wait_counts() -> None:
     """Worker 0 takes one second and waits half of one, worker 1 two seconds and one; worker 2 is due at 101.4."""
     it = NearArrivals(0.5)
@@ -186,47 +161,6 @@ def test_a_smaller_round_is_one_of_every_fragment() -> None:
     gain = adascale(())
     gain.limit_round(3)
     assert gain.gain.scale == gain.accumulation.updates_per_step == 3
-
-
-def test_a_worker_may_take_several_times_the_longer_of_its_longest_and_its_present_work() -> None:
-    """Worker 1 asked at 7, five seconds after it had come; the timeout is 60."""
-    it = members(0.0)
-    assert [it.hangs(1, 7.0 + after) for after in (59.0, 61.0)] == [False, True]
-    assert [it.hangs(1, 7.0 + after, work=100.0) for after in (399.0, 401.0)] == [False, True]
-    it.ask(1, 57.0)
-    assert [it.hangs(1, 57.0 + after, work=1.0) for after in (199.0, 201.0)] == [False, True]
-
-
-def test_a_worker_that_comes_back_has_not_left() -> None:
-    it = members(0.0)
-    it.leave(1, for_good=True, now=20.0)
-    assert it.is_away(2) and it.left_for_good == [1]
-    it.connect(1, "another process", 21.0)
-    it.connect(2, "process 2", 22.0)
-    assert not it.is_away(2) and it.left_for_good == []
-
-
-@pytest.mark.parametrize("comes_anew", [False, True])
-def test_a_second_process_of_a_worker_has_sent_no_update_though_the_first_one_had(comes_anew: bool) -> None:
-    """The first one was known to the server before this one, whose restart it outlived."""
-    it = Membership(2, now=0.0, timeout=1.0, arrival_timeout=2.0)
-    it.expect_back([1])
-    it.connect(1, "the first", 0.5)
-    if comes_anew:
-        it.connect(1, "the second", 0.6)
-    it.note_message(1, 4.0)
-    assert (1 in it.awaited(4.0)) is not comes_anew
-
-
-def test_the_time_in_which_a_worker_makes_its_model_is_not_its_longest() -> None:
-    it = Membership(2, now=0.0, timeout=1.0)
-    it.connect(1, "x", 0.0, ready=False)
-    it.ask(1, 500.0)
-    it.make_ready(1)
-    it.ask(1, 501.0, update=True)
-    it.connect(2, "has sent no update", 0.0)
-    it.ask(2, 900.0)
-    assert it._longest == 1.0
 
 
 def fragmented(delay: int) -> FragmentedRule:

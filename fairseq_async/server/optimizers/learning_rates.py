@@ -115,12 +115,13 @@ def tabulate(scheduler: Any, optimizer: Optimizer, steps: int, counted: bool = F
     return rates if counted else [present_rates(optimizer), *rates[1:]]
 
 
-def rates_by_step(scheduler: Any, optimizer: Optimizer, steps: int) -> Callable[[int], list[float]]:
+def rates_by_step(scheduler: Any, optimizer: Optimizer, steps: int, begins_at: int) -> Callable[[int], list[float]]:
     """Returns a function from a number of steps, in any order, to the rates of the parameter groups after them; see
-    :func:`tabulate`, which a ``LambdaLR`` does not need."""
+    :func:`tabulate`, which a ``LambdaLR`` does not need. The scheduler had taken ``begins_at`` steps when the run
+    began."""
     if type(scheduler) is LambdaLR:
-        return _row_of_lambdas(scheduler, 0)
-    rates = tabulate(scheduler, optimizer, steps, counted=True)
+        return _row_of_lambdas(scheduler, begins_at)
+    rates = tabulate(scheduler, optimizer, steps, counted=not begins_at)
     return lambda step: rates[min(step, steps)]
 
 

@@ -1,29 +1,59 @@
 """A loop with an engine of DeepSpeed's."""
 
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import deepspeed
-from torch import nn
+import torch
+from torch.nn import Parameter
+from torch.optim.lr_scheduler import LambdaLR
 
 import fairseq_async.deepspeed_plugin as deepspeed_async
 from fairseq_async.deepspeed_plugin.engines.synchronous import set_environment_without_launcher
-from tests.helpers.contract.net import BATCH, DECAY, LOCAL, RATE, STEPS, Net, batches
+from tests.helpers.contract.net import BATCH, DECAY, HALF, RATE, STEPS, WARM, Net, Run, factor, settings
 
 assert deepspeed.ops.__compatible_ops__  # a search that would take each fork half a second
 
 
-def train(net: Net, method: str, path: Path) -> nn.Module:
-    adamw = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": DECAY, "torch_adam": True}}
-    config: dict[str, Any] = {"train_batch_size": BATCH, "optimizer": adamw}
-    own = LOCAL if method == "local_sgd" else {"updates_per_step": 1}
-    if method == "plain":
-        set_environment_without_launcher()
+def make(net: Net, run: Run, parameters: Iterable[Parameter] | None = None) -> Any:
+    """An engine that has not joined its run; of some of the net's parameters, or of all."""
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": BATCH}
+    given: dict[str, Any] = {"model": net, "model_parameters": parameters or net.parameters(), "config": config}
+    if run.case.has_schedule:
+        given["lr_scheduler"] = lambda optimizer: LambdaLR(optimizer, factor)
+    if run.case.brings_state:
+        given["optimizer"] = optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, weight_decay=DECAY)
+        given["lr_scheduler"] = schedule = LambdaLR(optimizer, factor)
+        for number in range(WARM):
+            optimizer.zero_grad()
+            net(**run.batch(number))["loss"].backward()
+            optimizer.step()
+            schedule.step()
     else:
-        config["async_training"] = {"method": method, "run_dir": str(path), "total_steps": STEPS, **own}
-    made: Any = deepspeed if method == "plain" else deepspeed_async
-    engine, *_ = made.initialize(model=net, model_parameters=net.parameters(), config=config)
-    for batch in batches():
-        engine.backward(engine(**batch)["loss"])
+        adamw = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": DECAY, "torch_adam": True}}
+        config["optimizer"] = adamw
+    if run.method == "plain":
+        set_environment_without_launcher()
+        return deepspeed.initialize(**given)[0]
+    own = {"method": run.method, "run_dir": str(run.path), "total_steps": STEPS, **settings(run)}
+    return deepspeed_async.initialize(**given | {"config": config | {"async_training": own}})[0]
+
+
+def train(net: Net, run: Run) -> None:
+    engine = make(net, run)
+    if run.case.goes_on:
+        engine.load_checkpoint(f"{run.before}.saved", "half")
+    if run.method != "plain":
+        engine.join_run()
+    taken = 0
+    while taken < run.steps if run.method == "plain" else not engine.finished:
+        taken += 1
+        if run.method == "plain" and net.batches in run.case.spoilt:  # DeepSpeed takes a missing gradient for zeros
+            net(**run.batch(net.batches))
+            continue
+        engine.backward(engine(**run.batch(net.batches))["loss"])
         engine.step()
-    return net
+        for _ in range(run.case.steps_schedule - 1):
+            engine.lr_scheduler.step()
+        if run.case.saves and taken == HALF and run.method != "plain":
+            engine.save_checkpoint(f"{run.path}.saved", "half")

@@ -2,7 +2,6 @@
 
 import sys
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ from fairseq_cli import train as fairseq_train
 from torch import Tensor, nn
 
 import fairseq_async.fairseq_plugin  # noqa: F401  # the package may have been imported before fairseq
-from tests.helpers.contract.net import BATCH, DECAY, RATE, STEPS, Net, rows
+from tests.helpers.contract.net import BATCH, DECAY, HALF, RATE, STEPS, Net, Run, rows
 
 _net: list[Net] = []  # the model of the present job
 COMMON = (
     f"--task contract --arch contract --criterion contract --batch-size {BATCH} --lr {RATE} --seed 3 "
-    f"--weight-decay {DECAY} --max-update {STEPS} --validate-interval-updates 3 --num-workers 0 --no-save"
+    f"--weight-decay {DECAY} --validate-interval-updates 3 --num-workers 0 --no-epoch-checkpoints"
 ).split()
 OPTIMIZER = {
     "plain": "--optimizer adam",
@@ -40,6 +39,8 @@ class Rows(FairseqDataset):
         return len(self.rows)
 
     def collater(self, samples: list[tuple[int, dict[str, Tensor]]]) -> dict[str, Any]:
+        if not samples:  # of a step for which a worker has none
+            return {}
         inputs = {name: torch.stack([row[name] for _, row in samples]) for name in ("inputs", "labels")}
         return {"id": torch.tensor([n for n, _ in samples]), "ntokens": len(samples), "net_input": inputs}
 
@@ -94,9 +95,15 @@ class Criterion(FairseqCriterion):
         metrics.log_scalar("loss", sum(float(output["loss"]) for output in logging_outputs))
 
 
-def train(net: Net, method: str, path: Path) -> nn.Module:
+def train(net: Net, run: Run) -> None:
     _net[:] = [net]
-    path.mkdir(exist_ok=True)
-    sys.argv = ["fairseq-train", str(path), *COMMON, *OPTIMIZER[method].split(), "--save-dir", str(path)]
+    run.path.mkdir(exist_ok=True)
+    flags = ["--max-update", run.steps if run.method == "plain" else STEPS, "--save-dir", run.path]
+    flags += ["--save-interval-updates", HALF] if run.case.saves else ["--no-save"]
+    if run.case.has_schedule:
+        flags += f"--lr-scheduler polynomial_decay --total-num-update {STEPS + 4}".split()
+    if run.case.goes_on or run.case.brings_state:
+        flags += ["--restore-file", run.before / f"checkpoint_1_{HALF}.pt"]
+        flags += ["--reset-dataloader"] * (run.case.workers > 1)  # the workers have other parts of the data than before
+    sys.argv = ["fairseq-train", str(run.path), *COMMON, *OPTIMIZER[run.method].split(), *map(str, flags)]
     fairseq_train.cli_main()
-    return net

@@ -1,24 +1,50 @@
 """The Trainer of transformers."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 sys.modules["torchaudio"] = None  # type: ignore[assignment]  # transformers would import it; it may not fit this torch
 
-from torch import nn  # noqa: E402
+import torch  # noqa: E402
+from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
 from fairseq_async.pytorch.hf_trainer import AsyncCallback  # noqa: E402
-from tests.helpers.contract.net import BATCH, DECAY, LOCAL, RATE, STEPS, Net, rows  # noqa: E402
+from tests.helpers.contract.net import (  # noqa: E402
+    BATCH,
+    DECAY,
+    HALF,
+    RATE,
+    STEPS,
+    WARM,
+    Net,
+    Run,
+    factor,
+    settings,
+)
 
 
-def train(net: Net, method: str, path: Path) -> nn.Module:
-    given: dict[str, Any] = {"max_steps": STEPS, "per_device_train_batch_size": BATCH, "use_cpu": True}
-    given |= {"learning_rate": RATE, "weight_decay": DECAY, "lr_scheduler_type": "constant"}
-    given |= {"save_strategy": "no", "report_to": "none", "max_grad_norm": 0.0}
-    own: dict[str, Any] = LOCAL if method == "local_sgd" else {"updates_per_step": 1}
-    callbacks = [] if method == "plain" else [AsyncCallback(method, run_dir=str(path), **own)]
-    data: Any = rows()
-    Trainer(net, TrainingArguments(f"{path}.out", **given), train_dataset=data, callbacks=callbacks).train()  # type: ignore[arg-type]
-    return net
+def train(net: Net, run: Run) -> None:
+    given: dict[str, Any] = {"per_device_train_batch_size": BATCH, "use_cpu": True, "report_to": "none"}
+    given |= {"max_steps": run.steps if run.method == "plain" else STEPS, "max_grad_norm": 0.0, "save_steps": HALF}
+    given |= {"learning_rate": RATE, "weight_decay": DECAY, "save_strategy": "steps" if run.case.saves else "no"}
+    given |= {"lr_scheduler_type": "linear" if run.case.has_schedule else "constant"}
+    before = f"{run.before}.out-0/checkpoint-{HALF}" if run.case.goes_on else None
+    callback = (
+        AsyncCallback(run.method, run_dir=str(run.path), resume_from_checkpoint=before, **settings(run))
+        if run.method != "plain"
+        else None
+    )
+    own: dict[str, Any] = {"callbacks": [callback] if callback else []}
+    if run.case.brings_state:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, weight_decay=DECAY)
+        schedule = LambdaLR(optimizer, factor)
+        for number in range(WARM):
+            optimizer.zero_grad()
+            net(**run.batch(number))["loss"].backward()
+            optimizer.step()
+            schedule.step()
+        own["optimizers"] = (optimizer, schedule)
+    data: Any = run.rows()
+    arguments = TrainingArguments(f"{run.path}.out-{run.worker}", **given)
+    Trainer(net, arguments, train_dataset=data, **own).train(before)

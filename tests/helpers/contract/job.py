@@ -1,62 +1,94 @@
-"""Trains the net of each case as one worker of each method, and plainly: a fork for each, with a server in a thread.
+"""Trains the net of each case with each method, and plainly: a fork for each worker, and one for its server.
 
-``python -m tests.helpers.contract.job FRONT_END OUT`` leaves parameters, output and exit code of each in OUT.
+``python -m tests.helpers.contract.job FRONT_END OUT`` leaves parameters, output and exit code of each worker in OUT.
 """
 
+import gc
 import importlib
 import os
+import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from fairseq_async.environment import SERVER, TOKEN, WORKER, WORKERS
+from fairseq_async.environment import JOINS, SERVER, TOKEN, WORKER, WORKERS
 from scripts.faults.thread_server import ThreadServer
-from tests.helpers.contract.net import CASES, Net
+from tests.helpers.contract.net import CASES, Net, Run
 
 AT_A_TIME = 3  # each waits for its server's thread for much of its time
 METHODS = ("plain", "hybrid_async", "local_sgd")
 BUILDS = {  # the module that is the server's program
     "fairseq_train": "fairseq_async.fairseq_plugin.server",
     "deepspeed_engine": "fairseq_async.deepspeed_plugin.server",
+    "deepspeed_scripts": "fairseq_async.deepspeed_plugin.server",
 }
 
 
-def train(front_end: str, case: str, method: str, path: Path) -> None:
-    torch.set_num_threads(1)
+def work(front_end: str, run: Run) -> None:
+    """One worker, which ends as a script would."""
+    log = os.open(f"{run.path}-{run.worker}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     torch.manual_seed(0)
-    if method != "plain":
+    net = Net(run)
+    importlib.import_module(f"tests.helpers.contract.{front_end}").train(net, run)
+    trace = torch.stack([*net.trace, net.flat()])
+    torch.save({"model": net.state_dict(), "trace": trace}, f"{run.path}-{run.worker}.pt")
+    sys.exit()
+
+
+def start(front_end: str, run: Run) -> int:
+    child = os.fork()
+    if child == 0:
+        if run.method != "plain":
+            os.environ[WORKER] = JOINS if run.worker and run.case.joins else str(run.worker)
+        work(front_end, run)
+    return child
+
+
+def train(front_end: str, first: Run) -> None:
+    """The server, in a thread, and all workers of a run, of which one that is killed is started again."""
+    torch.set_num_threads(1)
+    case, path = first.case, first.path
+    if first.method != "plain":
         own = "fairseq_async.server.programs.local_sgd_main"
-        program = own if method == "local_sgd" else BUILDS.get(front_end, "fairseq_async.server.programs.gradient_main")
-        server = ThreadServer(1, path, build=importlib.import_module(program).build)
-        os.environ |= {SERVER: server.address, TOKEN: server.token, WORKER: "0", WORKERS: "1"}
-    net = importlib.import_module(f"tests.helpers.contract.{front_end}").train(Net(CASES[case]), method, path)
-    torch.save(net.state_dict(), f"{path}.pt")
+        hybrid = BUILDS.get(front_end, "fairseq_async.server.programs.gradient_main")
+        program = importlib.import_module(own if first.method == "local_sgd" else hybrid)
+        server = ThreadServer(case.workers, path, build=program.build)
+        os.environ |= {SERVER: server.address, TOKEN: server.token, WORKERS: str(case.workers)}
+    runs = [replace(first, worker=worker) for worker in range(case.workers + case.joins)]
+    running = {start(front_end, run): run for run in runs}
+    while running:
+        child, status = os.wait()
+        run, code = running.pop(child), os.waitstatus_to_exitcode(status)
+        if code == -signal.SIGKILL:
+            running[start(front_end, run)] = run
+        else:
+            Path(f"{path}-{run.worker}.code").write_text(str(code))
+    os._exit(0)
 
 
 def main() -> None:
     front_end, out = sys.argv[1], Path(sys.argv[2])
-    importlib.import_module(f"tests.helpers.contract.{front_end}")
-    running: dict[int, Path] = {}
-    for case in CASES:
-        for method in METHODS:
-            while len(running) >= AT_A_TIME:
-                note_end(running)
-            path = out / f"{case}.{method}"
-            child = os.fork()
-            if child == 0:
-                with open(f"{path}.log", "w") as log:
-                    os.dup2(log.fileno(), 1)
-                    os.dup2(log.fileno(), 2)
-                return train(front_end, case, method, path)  # and ends, as a script would
-            running[child] = path
-    while running:
-        note_end(running)
-
-
-def note_end(running: dict[int, Path]) -> None:
-    child, status = os.wait()
-    Path(f"{running.pop(child)}.code").write_text(str(os.waitstatus_to_exitcode(status)))
+    cases = getattr(importlib.import_module(f"tests.helpers.contract.{front_end}"), "CASES", CASES)
+    gc.freeze()  # else each fork copies what its collections touch
+    running: dict[int, Run] = {}
+    made = [Run(case, method, out / f"{name}.{method}") for name, case in cases.items() for method in METHODS]
+    waiting = [run for run in made if run.method != "plain" or run.case.compared]
+    while waiting or running:
+        busy = {each.path for each in (*waiting, *running.values())}
+        free = [run for run in waiting if run.before not in busy]
+        if not free or len(running) == AT_A_TIME:
+            running.pop(os.wait()[0])
+            continue
+        run = free[0]
+        waiting.remove(run)
+        child = os.fork()
+        if child == 0:
+            train(front_end, run)
+        running[child] = run
 
 
 if __name__ == "__main__":

@@ -1,0 +1,200 @@
+"""What scripts with an engine of DeepSpeed's do beside its steps, and the line that ends each; "" for none."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from tests.helpers.contract import deepspeed_engine
+from tests.helpers.contract.net import Case, Net, Run
+
+
+def loss(model: Any, run: Run) -> Any:
+    return model(**run.batch(0))["loss"]
+
+
+def step(engine: Any, run: Run) -> None:
+    engine.backward(loss(engine, run))
+    engine.step()
+
+
+@torch.no_grad()
+def move(engine: Any, rate: float = 0.1) -> None:
+    """As a loop that steps by hand."""
+    for each in engine.module.parameters():
+        each.data -= rate * (each if each.grad is None else each.grad)
+
+
+@dataclass(frozen=True)
+class Script(Case):
+    """``does`` is given the engine, of the layers alone or of the whole net, and the run."""
+
+    of_layers: bool = False
+    does: Callable[[Any, Run], object] = lambda engine, run: None
+
+
+def by_hand(passes: int, end: Callable[[Any], object], after: int = 0) -> Callable[[Any, Run], None]:
+    """Passes without the engine's step, after some with it."""
+
+    def does(engine: Any, run: Run) -> None:
+        for _ in range(after):
+            step(engine, run)
+        for _ in range(passes):
+            engine.backward(loss(engine, run))
+            move(engine)
+        end(engine)
+
+    return does
+
+
+def before_the_run(end: Callable[[Any, Run], object]) -> Callable[[Any, Run], None]:
+    """Training that has never called the engine itself, but engine.module."""
+
+    def does(engine: Any, run: Run) -> None:
+        made = {name: each.clone() for name, each in engine.module.state_dict().items()}
+        nn.init.zeros_(engine.module.layers[0].weight)
+        engine.end()  # a change alone is no training
+        engine.module.load_state_dict(made)
+        loss(engine.module, run).backward()
+        engine.end()  # nor is a gradient alone
+        move(engine)
+        end(engine, run)
+
+    return does
+
+
+def no_mistake(engine: Any, run: Run) -> None:
+    """Many passes, and changes after the last step."""
+    for _ in range(20):
+        engine.backward(loss(engine, run))
+    engine.pull()
+    engine.zero_grad()
+    step(engine, run)
+    for _ in range(3):
+        loss(engine, run)
+    engine.pull()
+    for _ in range(7):
+        loss(engine, run)
+    for _ in range(2):  # without a gradient it is no step
+        engine.zero_grad()
+        engine.step()
+
+
+def change_option(name: str, value: float) -> Callable[[Any, Run], None]:
+    def does(engine: Any, run: Run) -> None:
+        step(engine, run)
+        engine.optimizer.param_groups[0][name] = value
+        step(engine, run)
+
+    return does
+
+
+def another_models_optimizer(engine: Any, run: Run) -> None:
+    other = nn.Linear(2, 1)
+    other(torch.ones(2)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    step(engine, run)
+    while not engine.finished:
+        step(engine, run)
+    engine.module.layers[0].weight.grad = torch.ones(5, 5)
+    torch.optim.SGD(engine.module.parameters(), lr=0.1).step()  # the model is the script's after the run
+
+
+def own_step(engine: Any, run: Run) -> None:
+    step(engine, run)
+    engine.optimizer.step()
+
+
+def own_scheduler(engine: Any, run: Run) -> None:
+    LambdaLR(engine.optimizer, lambda step: 1.0)
+    step(engine, run)
+
+
+def clear_state(engine: Any, run: Run) -> None:
+    step(engine, run)
+    engine.optimizer.state.clear()
+    step(engine, run)
+
+
+def sparse_gradient(engine: Any, run: Run) -> None:
+    if run.method == "hybrid_async":
+        engine.backward(loss(engine, run))
+        weight = engine.module.layers[0].weight
+        weight.grad = weight.grad.to_sparse()
+        engine.step()
+
+
+def save_average(engine: Any, run: Run) -> None:
+    """Local SGD would take it for a step, and save the server's parameters."""
+    if run.method == "local_sgd":
+        step(engine, run)
+        move(engine, 0.5)
+        engine.save_16bit_model(f"{run.path}.average")
+
+
+def save_average_later(engine: Any, run: Run) -> None:
+    while not engine.finished if engine.global_steps else True:
+        step(engine, run)
+    move(engine, 0.5)
+    engine.save_16bit_model(f"{run.path}.average")
+
+
+def offload(engine: Any, run: Run) -> None:
+    if run.method == "local_sgd":
+        engine.offload_states()
+
+
+ALONE = "the run sees the steps of engine.step() alone"
+HAND = "is trained without engine.step(), which alone the run sees"
+UNSTEPPED = "heads.0.weight has a gradient and is in no exchange"
+BEFORE = "the model is trained before the run is joined"
+
+
+def refused(does: Callable[[Any, Run], object], said: str, local: str | None = None) -> Script:
+    return Script(compared=False, hybrid_async=said, local_sgd=said if local is None else local, does=does)
+
+
+CASES = {
+    "the optimizer's own step": refused(own_step, ALONE),
+    "by hand": refused(by_hand(8, lambda engine: None), HAND),
+    "by hand, found at pull": refused(by_hand(1, lambda engine: engine.pull()), HAND),
+    "by hand, found at end": refused(by_hand(1, lambda engine: engine.end()), HAND),
+    "by hand, found at save": refused(by_hand(1, lambda engine: engine.save_checkpoint("directory")), HAND),
+    "by hand, found at the process's end": refused(by_hand(1, lambda engine: None), HAND),
+    "by hand after a step": refused(by_hand(8, lambda engine: None, after=1), HAND),
+    "before the run, found at backward": refused(
+        before_the_run(lambda engine, run: engine.backward(torch.ones((), requires_grad=True))), BEFORE
+    ),
+    "before the run, found at forward": refused(before_the_run(lambda engine, run: loss(engine, run)), BEFORE),
+    "before the run, found at pull": refused(before_the_run(lambda engine, run: engine.pull()), BEFORE),
+    "before the run, found at end": refused(before_the_run(lambda engine, run: engine.end()), BEFORE),
+    "before the run, found at save": refused(
+        before_the_run(lambda engine, run: engine.save_checkpoint("here")), BEFORE
+    ),
+    "before the run, found at the process's end": refused(before_the_run(lambda engine, run: None), BEFORE),
+    "no mistake": refused(no_mistake, ""),
+    "another model's optimizer": refused(another_models_optimizer, ""),
+    "a rate": refused(change_option("lr", 0.0), 'param_groups[0]["lr"] of the optimizer was 0.02 and is 0 now', ""),
+    "a decay": refused(change_option("weight_decay", 0.5), '"weight_decay"] of the optimizer was 0.3 and is 0.5', ""),
+    "a scheduler": refused(own_scheduler, "the optimizer has a scheduler, but it steps in the server", ""),
+    "moments": refused(clear_state, "state of the optimizer was loaded or cleared during the run", ""),
+    "a gradient in no exchange": Script(
+        compared=False,
+        local_sgd=UNSTEPPED,
+        does=step,
+        of_layers=True,  # hybrid_async leaves it as it is, as DeepSpeed
+    ),
+    "a sparse gradient": refused(sparse_gradient, "the gradient of layers.0.weight is sparse: make the layer", ""),
+    "an average that is saved": refused(save_average, "", "save_16bit_model() saves the server's parameters"),
+    "an average that is saved after the run": refused(save_average_later, ""),
+    "offloading": refused(offload, "", 'offload_states: with "async_training"'),
+}
+
+
+def train(net: Net, run: Run) -> None:
+    assert isinstance(run.case, Script)
+    engine = deepspeed_engine.make(net, run, list(net.layers.parameters()) if run.case.of_layers else None)
+    run.case.does(engine, run)

@@ -1,0 +1,271 @@
+"""Learning-rate schedules of a plain loop: they follow the run, or end the worker with one line."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+
+from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
+from fairseq_async.server.plan import whole_steps
+from fairseq_async.server.programs import gradient_main, local_sgd_main
+from tests.helpers.plain_loop import AS_IT_IS, STEPS, backward, flat, net
+from tests.helpers.thread_workers import ThreadWorkers
+
+Start = Callable[..., ThreadWorkers]
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, STEPS),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=STEPS, cycle_momentum=False),
+}
+
+
+@pytest.mark.parametrize("case", SCHEDULERS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_schedule_of_local_sgd_follows_the_run(workers: Start, case: str, count: int) -> None:
+    """Whatever a worker's own number of steps is: its rates are those of the run's progress."""
+
+    def train(worker: int) -> list[tuple[float, float]]:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        rates = []
+        scheduler = SCHEDULERS[case](optimizer)
+        with AsyncLocalSGD(model, optimizer, scheduler, total_steps=STEPS, **AS_IT_IS) as training:
+            while not training.finished:
+                rates.append((training.async_worker.run_progress, optimizer.param_groups[0]["lr"]))
+                optimizer.zero_grad()
+                backward(model, len(rates), worker)
+                optimizer.step()
+        return rates
+
+    plain = SGD(net().parameters(), lr=0.1)
+    schedule, wanted = SCHEDULERS[case](plain), []
+    for _ in range(STEPS):
+        wanted.append(plain.param_groups[0]["lr"])
+        plain.step()
+        schedule.step()
+    for rates in workers(count, local_sgd_main.build).run(train):
+        assert [rate for _, rate in rates] == [wanted[whole_steps(progress)] for progress, _ in rates]
+        assert count > 1 or [rate for _, rate in rates] == wanted
+
+
+def test_a_slow_worker_behind_the_others_last_step_has_the_schedules_last_rate(workers: Start) -> None:
+    """Its estimate of the run's progress is beyond the end, where OneCycleLR climbs again, and others fall below 0."""
+
+    def train(worker: int) -> list[float]:
+        model, rates = net(), []
+        optimizer = SGD(model.parameters(), lr=0.1)
+        given = AS_IT_IS | {"local_steps": STEPS, "total_steps": STEPS}
+        with AsyncLocalSGD(model, optimizer, SCHEDULERS["one cycle"](optimizer), **given) as training:
+            local = training.async_worker
+            local.assignment = replace(local.assignment, progress_per_step=5.0)
+            while not training.finished:
+                rates.append(optimizer.param_groups[0]["lr"])
+                backward(model, len(rates))
+                optimizer.step()
+        return rates
+
+    (rates,) = workers(1, local_sgd_main.build).run(train)
+    assert len(rates) == STEPS and rates[2:] == pytest.approx([0.0034567] + [4e-7] * (STEPS - 3), rel=1e-4)
+
+
+def test_each_of_several_optimizers_follows_its_schedule_and_loses_its_own_step_to_nan(workers: Start) -> None:
+    """The round of a step that is left out is a local step by the other optimizer's."""
+    spoilt = {2: 0, 3: 1, 7: 1}  # by step: the optimizer whose gradients have NaN
+
+    def made() -> tuple[nn.Module, list[Optimizer], list[LRScheduler]]:
+        model = net()
+        both: list[Optimizer] = [SGD(model[0].parameters(), lr=0.1), AdamW(model[2].parameters(), lr=0.02)]  # type: ignore[index]
+        return model, both, [schedule(of) for schedule, of in zip(SCHEDULERS.values(), both, strict=True)]
+
+    def gradients(model: nn.Module, step: int) -> None:
+        model.zero_grad()
+        backward(model, step)
+        if step in spoilt:
+            model[2 * spoilt[step]].bias.grad.fill_(float("nan"))  # type: ignore[index]
+
+    def train(worker: int) -> Tensor:
+        model, both, schedulers = made()
+        with AsyncLocalSGD(model, both, schedulers, total_steps=STEPS, **AS_IT_IS) as training:
+            for step in range(STEPS):
+                gradients(model, step)
+                for optimizer in both:
+                    optimizer.step()
+            assert training.finished
+        return flat(model)
+
+    (ended,) = workers(1, local_sgd_main.build).run(train)
+    plain, both, schedulers = made()
+    for step in range(STEPS):
+        gradients(plain, step)
+        for number, optimizer in enumerate(both):
+            if spoilt.get(step) != number:
+                optimizer.step()
+            schedulers[number].step()
+    torch.testing.assert_close(ended, flat(plain))
+
+
+def plateau(optimizer: Optimizer) -> Callable[[int], object]:
+    scheduler = ReduceLROnPlateau(optimizer, patience=0)
+    return lambda step: scheduler.step(1.0)
+
+
+def by_the_loop(optimizer: Optimizer) -> Callable[[int], object]:
+    return lambda step: optimizer.param_groups[0].update(lr=0.1 / (1 + step))
+
+
+OWN_SCHEDULES: dict[str, tuple[Callable[[Optimizer], Callable[[int], object]], int]] = {  # and the last step
+    "a scheduler": (lambda optimizer: (each := CosineAnnealingLR(optimizer, STEPS)) and (lambda _: each.step()), 0),
+    "a plateau": (plateau, 1),
+    "a rate of the loop": (by_the_loop, 1),
+}
+
+
+@pytest.mark.parametrize("case", [*OWN_SCHEDULES, "given"])
+def test_a_schedule_that_is_stepped_by_hand_is_one_line(
+    workers: Start, capfd: pytest.CaptureFixture[str], case: str
+) -> None:
+    def train(worker: int) -> None:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        given = CosineAnnealingLR(optimizer, STEPS) if case == "given" else None
+        make, last = OWN_SCHEDULES.get(case, (lambda _: lambda _: given.step(), 0))  # type: ignore[union-attr]
+        after_step = make(optimizer)
+        with pytest.raises(SystemExit):
+            with AsyncLocalSGD(model, optimizer, given, total_steps=STEPS, **AS_IT_IS):
+                for step in range(STEPS):
+                    optimizer.zero_grad()
+                    backward(model, step, worker)
+                    optimizer.step()
+                    assert step <= last
+                    after_step(step)
+
+    workers(2, local_sgd_main.build).run(train)
+    said = "follows the progress of the run" if case == "given" else "give it as scheduler="
+    assert capfd.readouterr().err.count(said) == 2
+
+
+def test_a_rate_that_the_loop_takes_from_the_progress_of_the_run_is_taken(workers: Start) -> None:
+    def train(worker: int) -> set[float]:
+        model, rates = net(), set()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with AsyncLocalSGD(model, optimizer, total_steps=STEPS, **AS_IT_IS) as training:
+            while not training.finished:
+                optimizer.param_groups[0]["lr"] = 0.1 / (1 + training.progress)
+                rates.add(optimizer.param_groups[0]["lr"])
+                backward(model, 0, worker)
+                optimizer.step()
+        return rates
+
+    assert max(map(len, workers(2, local_sgd_main.build).run(train))) > 2
+
+
+def one_cycle(of: Optimizer, steps: int = STEPS) -> OneCycleLR:
+    return OneCycleLR(of, 0.1, total_steps=steps, cycle_momentum=False)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        one_cycle,
+        lambda of: SequentialLR(of, [ConstantLR(of), one_cycle(of, STEPS - 2)], [2]),
+        lambda of: ChainedScheduler([ConstantLR(of), one_cycle(of)]),  # it does not count itself
+    ],
+    ids=["one", "in sequence", "chained"],
+)
+def test_a_loop_may_step_its_scheduler_more_often_than_the_run_has_steps(
+    workers: Start, make: Callable[[Optimizer], Any]
+) -> None:
+    """OneCycleLR raises an error for a step more than its own."""
+
+    def train(worker: int) -> bool:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = make(optimizer)
+        with HybridAsync(model, optimizer, scheduler=scheduler, updates_per_step=2, total_steps=STEPS) as training:
+            for _ in range(2 * STEPS):  # alone, it takes two steps for each one of the server
+                optimizer.zero_grad()
+                training.loss = model(torch.ones(4, 5)).sum()
+                training.loss.backward()
+                optimizer.step()
+                scheduler.step()
+            return training.finished
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that a loss with its graph is made a number
+        assert workers(1, gradient_main.build).run(train) == [True]
+
+
+class Outside(LRScheduler):
+    """One whose rates follow from something that its script sets."""
+
+    factor = 1.0
+
+    def get_lr(self) -> list[float | Tensor]:
+        return [self.factor * rate for rate in self.base_lrs]
+
+
+@pytest.mark.parametrize("method", ["hybrid", "local"])
+@pytest.mark.parametrize("kind", ["a class", "a function", "a function that the loop does not step"])
+def test_rates_that_follow_from_something_else_than_steps_are_one_line(
+    workers: Start, capfd: pytest.CaptureFixture[str], kind: str, method: str
+) -> None:
+    """Where the loop steps the scheduler with AsyncLocalSGD, that is the mistake."""
+
+    def train(worker: int) -> None:
+        model, factor = net(), [1.0]
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = Outside(optimizer) if kind == "a class" else LambdaLR(optimizer, lambda step: factor[0])
+        make = HybridAsync if method == "hybrid" else AsyncLocalSGD
+        with pytest.raises(SystemExit, match="2"), make(model, optimizer, scheduler, total_steps=STEPS):
+            for step in range(STEPS):
+                if step == 2:
+                    factor[0] = scheduler.factor = 0.1  # type: ignore[attr-defined]
+                optimizer.zero_grad()
+                backward(model, step)
+                optimizer.step()
+                assert step < 3
+                if "not" not in kind and (method == "hybrid" or step == 2):
+                    scheduler.step()
+
+    workers(1, local_sgd_main.build if method == "local" else gradient_main.build).run(train)
+    stepped = method == "local" and kind == "a class"
+    said = "follows the progress of the run" if stepped else "which the run takes"
+    assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_scheduler_that_is_stepped_before_its_optimizer_is_named_once(
+    workers: Start, capsys: pytest.CaptureFixture[str], early: bool
+) -> None:
+    def train(worker: int) -> None:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.01)
+        scheduler = CosineAnnealingLR(optimizer, STEPS)
+        with HybridAsync(model, optimizer, scheduler=scheduler, total_steps=STEPS):
+            for step in range(3):
+                if early:
+                    scheduler.step()
+                optimizer.zero_grad()
+                backward(model, step)
+                optimizer.step()
+                if not early:
+                    scheduler.step()
+
+    workers(1, gradient_main.build).run(train)
+    assert capsys.readouterr().err.count("was stepped before the first optimizer.step()") == early
