@@ -138,16 +138,6 @@ def test_an_island_of_hybrid_async_is_one_process_with_its_batch(run: Run, tmp_p
     assert [event["worker"] for event in events(tmp_path / "island")] == [0] * 10
 
 
-def test_a_restart_goes_on_with_the_servers_momentum_and_the_inner_optimizer(run: Run, tmp_path: Path) -> None:
-    section = SHORT | {"grace_period": 60, "total_steps": 20}
-    code, output = run(2, tmp_path / "whole", section, "--save-at", 10)
-    assert code == 0, output
-    code, output = run(2, tmp_path / "second", section, "--load", tmp_path / "whole" / "checkpoint")
-    assert code == 0, output
-    assert torch.equal(parameters(tmp_path / "whole"), parameters(tmp_path / "second"))
-    assert len(summary(tmp_path / "second")["losses"]) == 10
-
-
 def test_a_restart_goes_on_with_what_an_island_had_not_sent(run: Run, tmp_path: Path) -> None:
     """Two ranks, whose first encodes for both."""
     compress = {"push": {"codec": "topk", "chunk": 64, "keep": 8}, "pull": "int8"}

@@ -15,20 +15,7 @@ from fairseq_async.deepspeed_plugin.loading import Loading, loading_of
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.worker.batches import FirstBatches
 from fairseq_async.worker.shards import ShardOrder
-from tests.helpers.stand_ins import Position
-
-
-class Numbers:
-    """A data set whose sample n is n."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        return index
+from tests.helpers.stand_ins import Numbers, Position
 
 
 def steps(position: Position) -> bool:

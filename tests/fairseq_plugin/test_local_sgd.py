@@ -112,22 +112,14 @@ def test_a_batch_that_fills_up_an_epoch_takes_none_from_those_accumulated_with_i
     assert len(left) > 12 and all(event["tokens"] > 0 for event in left)  # the first one's too
 
 
-def test_gradients_with_nan_are_left_out_until_there_are_too_many(
-    processes: Processes, data: Path, tmp_path: Path
-) -> None:
-    """In bf16 they would stay in fairseq's factor of the gradients."""
+def test_gradients_with_nan_are_left_out_in_bf16(processes: Processes, data: Path, tmp_path: Path) -> None:
+    """They would stay in fairseq's factor of the gradients."""
     flags = ["--user-dir", NAN_USER_DIR, "--local-steps", 4, "--max-update", 12, "--bf16"]
-    code, output = processes.run(local_command(data, 1, tmp_path / "goes-on", *flags), SPOILT_BATCHES="2")
+    code, output = processes.run(local_command(data, 1, tmp_path, *flags), SPOILT_BATCHES="2")
     assert code == 0, output
-    assert {event["status"] for event in events(tmp_path / "goes-on")} == {"applied"}
-    moments = load(tmp_path / "goes-on" / "checkpoint_last.pt")["last_optimizer_state"]["state"]
+    assert {event["status"] for event in events(tmp_path)} == {"applied"}
+    moments = load(tmp_path / "checkpoint_last.pt")["last_optimizer_state"]["state"]
     assert all(torch.isfinite(moment["exp_avg"]).all() for moment in moments.values())
-    code, output = processes.run(local_command(data, 1, tmp_path / "stops", *flags), SPOILT_BATCHES="3")
-    assert (
-        code != 0
-        and "3 local steps of worker 0 had NaN or Inf and were left out" in output
-        and "Traceback" not in output
-    )
 
 
 def test_in_fp16_a_batch_that_overflows_is_skipped_and_a_loss_scale_at_its_minimum_is_one_line(
@@ -175,23 +167,13 @@ def test_two_workers_train_a_language_model(processes: Processes, tmp_path: Path
     assert valid_losses(tmp_path / "run" / "logs" / "worker-0.log")[-1] < 3  # who knows nothing has log₂ 50, 5.6
 
 
-def test_a_resumed_run_goes_on_with_momentum_and_data(alone: Alone, tmp_path: Path) -> None:
-    """One worker: the run that was broken off at an exchange ends in the parameters of the one that was not."""
+def test_a_run_on_the_parameters_of_another_is_one_of_its_own(alone: Alone, tmp_path: Path) -> None:
     flags = ["--user-dir", PACKAGE, *LOCAL, "--local-steps", 5, "--dropout", 0, "--max-epoch", 0]
-    parts = [*flags, "--save-dir", tmp_path / "parts"]
-    new = ["--restore-file", tmp_path / "whole/checkpoint_last.pt", "--reset-optimizer", "--bf16", "--max-update", 5]
-    ended = alone(
-        whole=[*flags, "--max-update", 40],
-        first=[*parts, "--save-interval-updates", 20, "--max-update", 20],
-        second=[*parts, "--max-update", 40],
-        new=[*flags, *new],
-    )
-    assert [code for code, _ in ended.values()] == [0] * 4, ended
-    differences = relative_differences(tmp_path / "whole/checkpoint_last.pt", tmp_path / "parts/checkpoint_last.pt")
-    assert max(differences.values()) == 0.0
-    assert len(events(tmp_path / "parts")) == len(events(tmp_path / "whole")) == 8
-    first, begun = events(tmp_path / "whole")[0], events(tmp_path / "new")
-    assert [event["base_version"] for event in begun] == [0]  # a run of its own, on the parameters of the other
+    new = ["--restore-file", tmp_path / "first/checkpoint_last.pt", "--reset-optimizer", "--bf16", "--max-update", 5]
+    ended = alone(first=[*flags, "--max-update", 40], new=[*flags, *new])
+    assert [code for code, _ in ended.values()] == [0] * 2, ended
+    first, begun = events(tmp_path / "first")[0], events(tmp_path / "new")
+    assert [event["base_version"] for event in begun] == [0]
     assert begun[0]["loss"] < first["loss"] - 0.35
 
 

@@ -27,6 +27,7 @@ from fairseq_async.options.config import AdaScaleOptions
 from fairseq_async.worker.loop import WorkerLoop
 from fairseq_async.worker.replica import TensorReplica
 from fairseq_async.worker.start.context import WorkerContext
+from tests.helpers.stand_ins import Numbers
 
 
 @pytest.mark.parametrize(
@@ -91,16 +92,6 @@ def test_tasks_and_models_are_given_a_plain_number_of_updates(monkeypatch: pytes
     assert seen == [0, -1, 0], "a step that was not taken may have left norms"
 
 
-class Numbers(torch.utils.data.Dataset[int]):
-    """24 samples."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 class Stream(torch.utils.data.IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(24))
@@ -110,7 +101,7 @@ BATCHES = [[index] for index in range(24)]
 
 
 def two_data_sets(**shard: int) -> Any:
-    return GroupedEpochBatchIterator(Numbers(), list, [BATCHES[:18], BATCHES[18:]], epoch=1, **shard)
+    return GroupedEpochBatchIterator(Numbers(24), list, [BATCHES[:18], BATCHES[18:]], epoch=1, **shard)
 
 
 def trainer_of(
@@ -134,14 +125,14 @@ def test_a_task_that_takes_no_part_of_the_data_is_refused(monkeypatch: pytest.Mo
     """fairseq's truncated_bptt_lm divides its data among the ranks of fairseq's own group, which has one here."""
 
     def truncated(**shard: int) -> Any:
-        return TruncatedBPTTLMTask.get_batch_iterator(object.__new__(TruncatedBPTTLMTask), Numbers(), **shard)
+        return TruncatedBPTTLMTask.get_batch_iterator(object.__new__(TruncatedBPTTLMTask), Numbers(24), **shard)
 
     with pytest.raises(ConfigurationError, match="--task made_up does not .* all 3 workers .* same batches; start one"):
         trainer_of(truncated, monkeypatch).get_train_iterator(1)
     assert len(trainer_of(truncated, monkeypatch, workers=1).get_train_iterator(1)) == 24
 
 
-@pytest.mark.parametrize("kind", [partial(EpochBatchIterator, Numbers(), list, BATCHES), two_data_sets])
+@pytest.mark.parametrize("kind", [partial(EpochBatchIterator, Numbers(24), list, BATCHES), two_data_sets])
 def test_the_batches_of_all_workers_are_one_pass(kind: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several data sets fairseq keeps one list of batches for each: two, for three workers."""
     drawn, passes = [], 0.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.commands import HYBRID, MODEL, NAN_USER_DIR, PACKAGE, Processes, command, plain_command
+from tests.helpers.commands import HYBRID, MODEL, PACKAGE, Processes, command, plain_command
 from tests.helpers.run_files import events, load, relative_differences, valid_losses
 
 Launch = Callable[..., tuple[int, str]]
@@ -192,19 +192,3 @@ def test_half_precision_models_have_fp32_masters_in_the_server(alone: Alone, tmp
         state = load(tmp_path / name / "checkpoint_last.pt")
         masters = state["last_optimizer_state"]["server"]["parameters"]
         assert masters.dtype == torch.float32 and not torch.equal(masters, masters.half().float())
-
-
-def test_updates_with_nan_are_refused_until_there_are_too_many(
-    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Training goes on after three gradients that are spoilt, and stops after ten in a row."""
-    flags = ["--user-dir", NAN_USER_DIR, "--max-update", 12]
-    monkeypatch.setenv("SPOILT_BATCHES", "3")
-    code, output = launch(1, tmp_path / "goes-on", *flags)
-    assert code == 0, output
-    statuses = [event["status"] for event in events(tmp_path / "goes-on")]
-    assert statuses == ["refused"] * 3 + ["applied"] * 12
-    monkeypatch.setenv("SPOILT_BATCHES", "10")
-    code, output = launch(1, tmp_path / "stops", *flags)
-    assert code != 0 and "10 updates of worker 0 had NaN or Inf" in output
-    assert [event["status"] for event in events(tmp_path / "stops")] == ["refused"] * 10

@@ -5,6 +5,8 @@ import io
 import os
 from dataclasses import dataclass
 
+from torch.utils.data import Dataset
+
 
 class NoRoom(io.StringIO):
     """Fails at each write as a file on a full disk does, or with another error."""
@@ -26,3 +28,26 @@ class Position:
     offset: int = 0
     done: int = 0
     finished: bool = False
+
+
+@dataclass
+class Clock:
+    """Stands still until a test moves it."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Numbers(Dataset[int]):
+    """A data set whose sample n is n."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index

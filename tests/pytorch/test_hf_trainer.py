@@ -143,14 +143,6 @@ def test_a_run_goes_on_from_the_trainers_checkpoint(two: tuple[Path, list[dict[s
     assert of_1 == pytest.approx(of_0, rel=0.3), "both have the losses of six steps"
 
 
-def test_a_run_goes_on_from_a_checkpoint_outside_of_its_output_directory(
-    two: tuple[Path, list[dict[str, Any]]], tmp_path: Path
-) -> None:
-    checkpoint = str(two[0] / "out" / "checkpoint-6")
-    events = train(tmp_path, 2, DILOCO | {"resume_from_checkpoint": checkpoint}, checkpoint, checkpoint)
-    assert [event["base_version"] for event in events] == [2, 2, 3, 3]
-
-
 def test_a_server_that_would_begin_anew_is_one_line_of_error(
     two: tuple[Path, list[dict[str, Any]]], tmp_path: Path, processes: Processes
 ) -> None:

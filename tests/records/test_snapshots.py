@@ -30,6 +30,7 @@ from tests.helpers.commands import ROOT
 from tests.helpers.halving import LAYOUT, halving_spec
 from tests.helpers.in_process import Connection, end, new_service
 from tests.helpers.mortal import InlineSnapshots
+from tests.helpers.stand_ins import Clock
 from tests.helpers.waiting import wait_until
 
 SLOW = """
@@ -320,13 +321,6 @@ def test_file_and_directory_are_brought_to_the_disk_around_the_renaming(
     assert log.read_text().splitlines() == [f"{part} True {part}", f"snapshots True {whole}"]
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Noted(Snapshots):
     """Notes what it would write."""
 
@@ -336,7 +330,7 @@ class Noted(Snapshots):
 
 def test_snapshots_are_as_far_apart_as_was_asked(tmp_path: Path) -> None:
     """A version a second, and 12 seconds between two."""
-    clock = Clock()
+    clock = Clock(0.0)
     snapshots = Noted(tmp_path, clock)
     for version in range(28):
         clock.now = float(version)

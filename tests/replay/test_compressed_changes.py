@@ -1,6 +1,5 @@
 """Replays of runs whose workers take compressed changes of the parameters: one that is missed spoils all after it."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -8,44 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fairseq_async.algorithms import Rule
-from fairseq_async.method.spec import MethodSpec
-from fairseq_async.protocol import Layout, Push, Report
+from fairseq_async.protocol import Layout
 from fairseq_async.replay.replay import Recording, Replay
-from fairseq_async.server.plan import Plan
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.hybrid import HybridWorker
 from scripts.faults.sgd_server import build, sgd_spec
 from scripts.faults.thread_server import ThreadServer
+from tests.helpers.replayed import HalvingRun, HalvingWorker
 from tests.helpers.run_files import events
 
 LAYOUT = Layout.of([("w", torch.zeros(6))])
-
-
-class Worker:
-    """Its gradient is half of what it started from: a wrong start is a wrong update."""
-
-    layout = LAYOUT
-
-    def __init__(self) -> None:
-        self.start, self.version, self.sequence = torch.zeros(6), 0, -1
-
-    def start_from(self, parameters: Tensor, version: int) -> None:
-        self.start, self.version = parameters.clone(), version
-
-    def compute(self) -> tuple[Push, Tensor]:
-        self.sequence += 1
-        return Push(self.sequence, self.version, 1.0, Report()), self.start / 2
-
-
-class Run:
-    threads = 1
-
-    def __init__(self) -> None:
-        self.workers: Mapping[int, Worker] = {0: Worker(), 1: Worker()}
-
-    def build(self, spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
-        return build(spec, layout, parameters)
 
 
 def record(run_dir: Path, host: str, updates_per_step: int, again: int) -> Tensor:
@@ -78,6 +49,9 @@ def test_each_worker_starts_from_what_it_had_taken(
 ) -> None:
     """Several gradients from one start, and parameters that were taken twice before an update."""
     last = record(tmp_path, host, updates_per_step, again)
-    replay = Replay(Recording.read(tmp_path), Run())
+    replay = Replay(
+        Recording.read(tmp_path),
+        HalvingRun({worker: HalvingWorker(LAYOUT, has_position=False) for worker in (0, 1)}, build),
+    )
     assert len(list(replay.steps())) == 18 // updates_per_step and torch.equal(replay.parameters, last)
     assert len({event["start_payload"] for event in events(tmp_path)} - {None}) >= 6

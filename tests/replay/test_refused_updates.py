@@ -1,7 +1,6 @@
 """Replays of runs in which an update of a round was refused."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from fairseq_async.algorithms import HybridAccumulation, Rule, Update
 from fairseq_async.method.spec import MethodSpec
-from fairseq_async.protocol import Layout, Push, Report, Segment
+from fairseq_async.protocol import Layout, Segment
 from fairseq_async.records.event_log import EventLog
 from fairseq_async.replay.replay import Recording, Replay
 from fairseq_async.server.coordinator import build_coordinator
@@ -19,44 +18,27 @@ from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.plan import EpochPlan, Plan
 from fairseq_async.server.recorder import Recorder
 from scripts.faults.sgd_server import Constant, sgd_spec
+from tests.helpers.replayed import HalvingRun, HalvingWorker
 from tests.helpers.run_files import events
 
 LAYOUT = Layout((Segment("w", (3,), "float32"),))
 SPEC = sgd_spec(updates_per_step=3, workers=3, barrier=3, closes_early=True, waits_for_dead=False)
 
 
-class Worker:
-    """Its gradient is half of the parameters, but for one that is NaN."""
-
-    layout = LAYOUT
-
-    def __init__(self, spoilt: bool) -> None:
-        self.spoilt, self.sequence, self.version, self.start = spoilt, -1, 0, torch.zeros(3)
-
-    def start_from(self, parameters: Tensor, version: int) -> None:
-        self.start, self.version = parameters.clone(), version
-
-    def compute(self) -> tuple[Push, Tensor]:
-        self.sequence += 1
-        factor = float("nan") if self.spoilt and self.sequence == 1 else 0.5
-        return Push(self.sequence, self.version, 1.0, Report(position={"seen": self.sequence})), factor * self.start
+def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
+    rule = HybridAccumulation(torch.optim.SGD([parameters], lr=0.5), 3, partial_steps=True)
+    return rule, EpochPlan(Constant(), 0)
 
 
-class Run:
-    threads = 1
-
-    def __init__(self, bad: int) -> None:
-        self.workers: Mapping[int, Worker] = {worker: Worker(worker == bad) for worker in range(3)}
-
-    def build(self, spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
-        rule = HybridAccumulation(torch.optim.SGD([parameters], lr=0.5), 3, partial_steps=True)
-        return rule, EpochPlan(Constant(), 0)
+def three(bad: int) -> HalvingRun:
+    """Of which the bad one's second gradient is NaN."""
+    return HalvingRun({worker: HalvingWorker(LAYOUT, 1 if worker == bad else -1) for worker in range(3)}, build)
 
 
 def record(run_dir: Path, bad: int, late: bool) -> Tensor:
     """Four rounds of three workers, of which the bad one misses the second if it is late; returns the last
     parameters."""
-    run, parameters, membership = Run(bad), torch.tensor([1.0, -2.0, 3.0]), Membership(3, 0.0)
+    run, parameters, membership = three(bad), torch.tensor([1.0, -2.0, 3.0]), Membership(3, 0.0)
     coordinator = build_coordinator(SPEC, *run.build(SPEC, LAYOUT, parameters), parameters, membership)
     recorder, log = Recorder(run_dir, coordinator.server, False), EventLog(run_dir, {}, "the beginning", 0.0)
 
@@ -93,5 +75,5 @@ def test_a_round_with_a_refused_gradient_is_repeated_with_its_own_size(tmp_path:
     described = {"method": SPEC.to_json(), "layout": LAYOUT.to_json(), "workers": 3}
     (tmp_path / "run.json").write_text(json.dumps(described))
     assert [event["worker"] for event in events(tmp_path) if event["status"] == "refused"] == [bad]
-    replay = Replay(Recording.read(tmp_path), Run(bad))
+    replay = Replay(Recording.read(tmp_path), three(bad))
     assert len(list(replay.steps())) >= 4 and torch.equal(replay.parameters, last)

@@ -18,20 +18,19 @@ from torch import Tensor
 from torch.optim import SGD
 
 from fairseq_async import cli
-from fairseq_async.algorithms import Rule, Update
+from fairseq_async.algorithms import Update
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin.replayed import FairseqRun
-from fairseq_async.method.spec import MethodSpec
 from fairseq_async.options import compression
-from fairseq_async.protocol import Layout, Push, Report, Segment
+from fairseq_async.protocol import Layout, Push, Segment
 from fairseq_async.records.event_log import EventLog
 from fairseq_async.records.settled import Settled
 from fairseq_async.replay.replay import DifferenceError, Recording, Replay, quiet
 from fairseq_async.server import ParameterServer
-from fairseq_async.server.plan import Plan
 from fairseq_async.server.recorder import Recorder
 from scripts.faults.sgd_server import build, sgd_spec
 from tests.helpers.commands import MODEL, Processes, command
+from tests.helpers.replayed import HalvingRun, HalvingWorker
 from tests.helpers.run_files import events
 
 Record = Callable[..., Path]
@@ -91,41 +90,15 @@ def test_a_hybrid_run_is_repeated_bit_for_bit(hybrid: Path) -> None:
 LAYOUT = Layout((Segment("w", (3,), "float32"),))
 
 
-class Halving:
-    """A worker whose gradients are half of what it started from: a wrong start is a wrong update."""
-
-    layout = LAYOUT
-
-    def __init__(self) -> None:
-        self.sequence = -1
-
-    def start_from(self, parameters: Tensor, version: int) -> None:
-        self.start, self.version = parameters.clone(), version
-
-    def compute(self) -> tuple[Push, Tensor]:
-        self.sequence += 1
-        report = Report(position={"seen": self.sequence})
-        return Push(self.sequence, self.version, 1.0 + self.sequence % 3, report), self.start / 2
-
-
-class HalvingRun:
-    """Its server takes a step of every ``n`` updates."""
-
-    threads = 1
-
-    def __init__(self, n: int) -> None:
-        self.spec = sgd_spec(updates_per_step=n, workers=3)
-        self.workers = {worker: Halving() for worker in range(3)}
-
-    def build(self, spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
-        return build(spec, layout, parameters)
+def three() -> HalvingRun:
+    return HalvingRun({worker: HalvingWorker(LAYOUT, weight=lambda n: 1.0 + n % 3) for worker in range(3)}, build)
 
 
 def record(run_dir: Path, n: int, pushes: list[tuple[int, bool]]) -> Tensor:
     """Workers push in this order, and go on from what is published then, or ("early") still was during the step before,
     if their update came then and was only added to others. Returns the last parameters."""
-    run, parameters = HalvingRun(n), torch.tensor([1.0, -2.0, 3.0])
-    server = ParameterServer(parameters, run.build(run.spec, LAYOUT, parameters)[0])
+    run, spec, parameters = three(), sgd_spec(updates_per_step=n, workers=3), torch.tensor([1.0, -2.0, 3.0])
+    server = ParameterServer(parameters, build(spec, LAYOUT, parameters)[0])
     recorder, log = Recorder(run_dir, server, resumed=False), EventLog(run_dir, {}, "the beginning", 0.0)
     before, in_step = parameters.clone(), set[int]()  # whose pushes may have been accepted during the last step
     for worker in run.workers.values():
@@ -142,7 +115,7 @@ def record(run_dir: Path, n: int, pushes: list[tuple[int, bool]]) -> Tensor:
         run.workers[pusher].start_from(*pulled)
         in_step.discard(pusher)
     os.close(log._file)
-    description = {"method": run.spec.to_json(), "layout": LAYOUT.to_json(), "workers": len(run.workers)}
+    description = {"method": spec.to_json(), "layout": LAYOUT.to_json(), "workers": len(run.workers)}
     (run_dir / "run.json").write_text(json.dumps(description))
     return parameters
 
@@ -152,7 +125,7 @@ def record(run_dir: Path, n: int, pushes: list[tuple[int, bool]]) -> Tensor:
 def test_who_pulled_during_a_step_is_repeated_from_where_it_started(n: int, pushes: list[tuple[int, bool]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         parameters = record(Path(folder), n, pushes)
-        repeated = Replay(Recording.read(Path(folder)), HalvingRun(n))
+        repeated = Replay(Recording.read(Path(folder)), three())
         assert list(repeated.steps()) == list(range(1, len(pushes) // n + 1))
     assert torch.equal(repeated.parameters, parameters)
 
@@ -168,19 +141,19 @@ def test_server_and_workers_compute_with_as_many_threads_as_in_the_run(
         record(tmp_path, 1, [(0, False), (1, False)])
     finally:
         torch.set_num_threads(here)
-    seen, step, compute = list[tuple[str, int]](), SGD.step, Halving.compute
+    seen, step, compute = list[tuple[str, int]](), SGD.step, HalvingWorker.compute
 
     def stepped(self: SGD) -> None:
         seen.append(("server", torch.get_num_threads()))
         step(self)
 
-    def computed(self: Halving) -> tuple[Push, Tensor]:
+    def computed(self: HalvingWorker) -> tuple[Push, Tensor]:
         seen.append(("worker", torch.get_num_threads()))
         return compute(self)
 
     monkeypatch.setattr(SGD, "step", stepped)
-    monkeypatch.setattr(Halving, "compute", computed)
-    assert list(Replay(Recording.read(tmp_path), HalvingRun(1)).steps()) == [1, 2]
+    monkeypatch.setattr(HalvingWorker, "compute", computed)
+    assert list(Replay(Recording.read(tmp_path), three()).steps()) == [1, 2]
     assert seen == [("worker", 2), ("server", 3)] * 2 and torch.get_num_threads() == here
 
 

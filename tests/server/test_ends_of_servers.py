@@ -25,20 +25,14 @@ from fairseq_async.server.service import Service
 from tests.helpers import halving
 from tests.helpers.halving import LAYOUT, halving_spec
 from tests.helpers.in_process import Connection, new_service, slot, take_snapshot
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.helpers.stand_ins import Clock
 
 
 class Server:
     """A service and its event loop, whose clock a test moves."""
 
     def __init__(self, run_dir: Path, kind: type[Service] = Service, ends_with_workers: bool = True) -> None:
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         self.service = new_service(2, run_dir, halving.build, self.clock, kind)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.lifeline = socket.socketpair()

@@ -22,6 +22,7 @@ from fairseq_async.server.rounds.grace import GracePeriod
 from tests.helpers import in_process
 from tests.helpers.driven import Driven
 from tests.helpers.in_process import Connection
+from tests.helpers.stand_ins import Clock
 
 
 def at_work(**seconds_per_step: float) -> LocalStepPlan:
@@ -85,13 +86,6 @@ def test_what_speeds_up_one_may_speed_up_the_others(seconds: float, waits: bool)
 LAYOUT = Layout.of([("w", torch.zeros(3))])
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Worker(Connection):
     """One that says what a worker says."""
 
@@ -110,7 +104,7 @@ class Worker(Connection):
 
 def test_the_server_waits_for_those_who_are_about_to_come_and_not_for_others(tmp_path: Path) -> None:
     options = DelayedNesterovOptions(local_steps=10, grace_period=2.0, total_steps=1000)
-    spec, clock = local_sgd_spec(options, 2, [], None, {}), Clock()
+    spec, clock = local_sgd_spec(options, 2, [], None, {}), Clock(100.0)
     spec = replace(spec, server=ServerSettings(worker_timeout=1000.0))
     service = in_process.new_service(2, tmp_path, outer.build, clock)
     one, other = Worker(service), Worker(service)

@@ -14,23 +14,17 @@ from fairseq_async.server.service import Service
 from tests.helpers import halving, in_process
 from tests.helpers.halving import LAYOUT, halving_spec
 from tests.helpers.in_process import Connection, end, new_service
+from tests.helpers.stand_ins import Clock
 
 SYNCHRONOUS = halving_spec(barrier=2, worker_timeout=60.0)
 DILOCO = local_sgd_spec(DiLoCoOptions(local_steps=1), 2, [], ServerOptions(worker_timeout=60.0), {})
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Pair:
     """Two workers, the first of which has begun a round."""
 
     def __init__(self, run_dir: Path, spec: MethodSpec) -> None:
-        self.clock, self.spec = Clock(), spec
+        self.clock, self.spec = Clock(1000.0), spec
         build = outer.build if spec.method == "local_sgd" else halving.build
         self.service: Service = new_service(2, run_dir, build, self.clock)
         self.first, self.second = self.enter(0), self.enter(1)
