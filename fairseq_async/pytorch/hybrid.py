@@ -1,11 +1,11 @@
 """Hybrid asynchronous SGD round an ordinary optimizer, whose steps are taken in the server."""
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -156,7 +156,10 @@ class HybridAsync(AsyncTraining):
             part.optimizer.state = part.state
             warn_of_missing_moments(part.optimizer, "worker.state_dict(), too", lambda: self.of_trainer)
         before = [part.optimizer.register_step_pre_hook(self._exchange) for part in self._parts]
-        return before + [part.optimizer.register_step_post_hook(part.give_back) for part in self._parts]
+        after = [part.optimizer.register_step_post_hook(part.give_back) for part in self._parts]
+        for part, handle in zip(self._parts, after, strict=True):  # the script's own are to find the gradients
+            cast(OrderedDict[int, Any], part.optimizer._optimizer_step_post_hooks).move_to_end(handle.id, last=False)
+        return before + after
 
     def _remove_hooks(self) -> None:
         super()._remove_hooks()

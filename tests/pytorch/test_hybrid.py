@@ -244,7 +244,7 @@ def with_scheduler(model: nn.Module) -> Optimizer:
 
 
 def too_late(optimizer: Optimizer) -> None:
-    """A hook that the script had registered before finds the gradients in each step."""
+    """Hooks that the script had registered before, before the step and after it, find the gradients in each step."""
     optimizer.register_step_pre_hook(lambda *of_step: None)
 
 
@@ -285,7 +285,8 @@ def test_what_the_loop_changes_in_the_optimizer_and_the_server_does_not_take_is_
     def train(worker: int) -> list[bool]:
         model = model_of()
         optimizer, seen = AdamW(model.parameters(), lr=0.01), list[bool]()
-        optimizer.register_step_pre_hook(lambda *of_step: seen.append(next(model.parameters()).grad is not None))
+        for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+            register(lambda *of_step: seen.append(next(model.parameters()).grad is not None))
         scheduler = CosineAnnealingLR(optimizer, STEPS) if has_schedule else None
         given = {"scheduler": scheduler, "total_steps": STEPS, "run_dir": str(tmp_path / "own")}
         with pytest.raises(SystemExit, match="2"), HybridAsync(model, optimizer, **given):
@@ -302,7 +303,7 @@ def test_what_the_loop_changes_in_the_optimizer_and_the_server_does_not_take_is_
         return seen
 
     (seen,) = workers(1, gradient_main.build).run(train)
-    assert f"error: {said}" in capfd.readouterr().err and all(seen)
+    assert f"error: {said}" in capfd.readouterr().err and len(seen) >= 4 and all(seen)
 
 
 @pytest.mark.parametrize("of_trainer", [False, True])
