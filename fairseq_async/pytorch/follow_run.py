@@ -60,6 +60,7 @@ class FollowRun(DefaultFlowCallback):
         trainer.callback_handler.callbacks = [self, *others]
         log_save_evaluate = partial(self._log_save_evaluate, trainer._maybe_log_save_evaluate)
         setattr(trainer, "_maybe_log_save_evaluate", log_save_evaluate)  # noqa: B010 - mypy assigns to no method
+        setattr(trainer, "get_batch_samples", partial(self._weigh, trainer.get_batch_samples))  # noqa: B010
 
     def plan(self, plan: Plan, loader: object, total_steps: int, parts: int, is_part: bool) -> Plan:
         """Returns the ``Trainer``'s plan without an end of its epochs, which a fast worker has more of.
@@ -146,6 +147,15 @@ class FollowRun(DefaultFlowCallback):
             self._scale_loss()
         original(*args, **kwargs)
         self._restore()
+
+    def _weigh(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands for the ``Trainer``'s ``get_batch_samples``, which counts the tokens of a step. Where its loss is to
+        be their mean over all ranks, a gradient has their number as its weight."""
+        batches, tokens = original(*args, **kwargs)
+        worker = self._find()
+        if isinstance(worker, HybridWorker) and self._trainer.args.average_tokens_across_devices:
+            worker.weight = None if tokens is None else float(tokens)
+        return batches, tokens
 
     def _scale_loss(self) -> None:
         """Scales the sum of this worker's losses, which the ``Trainer`` divides by the run's steps, not by its own."""

@@ -36,6 +36,7 @@ class HybridWorker(AsyncWorker):
 
     Attributes:
         shard: this worker's part of the training set, of which it has drawn ``offset`` batches.
+        weight: of the gradients of :meth:`step`, where it is not the number of their samples, as that of their tokens.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class HybridWorker(AsyncWorker):
         self._parameters = [parameter for _, parameter in named]
         self._begun: tuple[int, Transfer] | None = None  # the slot's address, and the gradients on their way there
         self.learning_rate = self._steps = 0.0
+        self.weight: float | None = None
         self._partial_steps = False
         self.last = {"staleness": 0.0, "push_seconds": 0.0, "pull_seconds": 0.0}
 
@@ -110,7 +112,7 @@ class HybridWorker(AsyncWorker):
 
     def step(self, samples: float, loss: float | None, norm: float | None = None) -> None:
         """Pushes the parameters' ``grad``, the mean over ``samples``, as :meth:`exchange` does."""
-        self.exchange(self.write, float(samples), Report(loss=loss), norm)
+        self.exchange(self.write, float(samples) if self.weight is None else self.weight, Report(loss=loss), norm)
 
     def exchange(
         self,

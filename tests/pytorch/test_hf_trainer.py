@@ -166,6 +166,7 @@ def test_a_trainer_that_would_begin_once_more_with_a_smaller_batch_is_one_line_o
 def test_in_hybrid_the_trainers_optimizer_and_schedule_are_the_servers(tmp_path: Path) -> None:
     events = train(tmp_path, 1, {"method": "hybrid_async", "accumulation": 2})
     assert len(events) == 12 and events[-1]["version_after"] == 12
+    assert {event["weight"] for event in events} == {2 * 4 * 8}, "the tokens of a step, as the Trainer counts them"
     described = json.loads((tmp_path / "run" / "run.json").read_text())["method"]["framework"]
     rates = [row[0] for row in described["learning_rates"]]
     assert rates == pytest.approx([5e-3 * (1 - step / 12) for step in range(13)])
