@@ -6,10 +6,11 @@ import logging
 import os
 import resource
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+from fairseq_async import __version__
 from fairseq_async.cli import demo, inspect, run, simulate
 from fairseq_async.errors import AsyncError
 
@@ -18,8 +19,18 @@ for commands in (demo, run, simulate, inspect):
     app.add_typer(commands.app)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"fairseq-async {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def description() -> None:
+def description(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Version.")
+    ] = False,
+) -> None:
     """Asynchronous training of Transformers."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")  # a module of fairseq asks for DEBUG otherwise
 

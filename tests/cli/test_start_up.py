@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+import fairseq_async
 from fairseq_async import cli
 from fairseq_async.cli import program
 from fairseq_async.errors import ConfigurationError
@@ -33,6 +34,7 @@ JOB = ["--", "fairseq-train", "data", "--optimizer"]
     ("arguments", "code", "said"),
     [
         (["--help"], 0, "Asynchronous training of Transformers"),
+        (["--version"], 0, f"fairseq-async {fairseq_async.__version__}\n"),
         (["launch", "--help"], 0, "Number of workers on this machine"),
         (["launch", "--no-such-flag"], 2, "No such option"),
         (["launch", "--workers"], 2, "requires an argument; fairseq-async launch --help has the options"),
