@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import (
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.protocol import ScheduleEvent, ScheduleReply
-from fairseq_async.server.optimizers.learning_rates import RateTable, StepCount, StepSchedule, tabulate
+from fairseq_async.server.optimizers.learning_rates import RateTable, StepCount, StepSchedule, check_table, tabulate
 from fairseq_async.worker.connection.client import Client
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.halving import LAYOUT, build, halving_spec
@@ -64,6 +64,7 @@ def test_the_table_has_the_rates_that_the_scheduler_would_set(make: Make, rate: 
     assert len(table) == STEPS + 1
     for row in table:  # the scheduler itself has not been touched: it goes through the same rates now
         assert [float(group["lr"]) for group in drawn.param_groups] == pytest.approx(row)
+        check_table(scheduler, 0, table)
         if row is not table[-1]:
             drawn.step()
             scheduler.step()
