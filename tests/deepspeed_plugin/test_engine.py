@@ -3,7 +3,6 @@
 import gc
 import os
 import shutil
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,78 +25,8 @@ from fairseq_async.deepspeed_plugin.engines.tensors import check_masters, replic
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange import SharedMemory
-from fairseq_async.worker.batches import FirstBatches
 from fairseq_async.worker.changes import LoopWatch
-from fairseq_async.worker.loop import WorkerLoop
 from fairseq_async.worker.start.context import WorkerContext
-
-
-class Worker:
-    """Of a worker that has joined: what it is told."""
-
-    joined, finished = True, False
-
-    def __init__(self) -> None:
-        self.batches = FirstBatches()
-        self.seconds: list[float] = []
-
-    def step(self, seconds: float, loss: object) -> bool:
-        self.seconds.append(seconds)
-        return False
-
-
-class Engine(LocalEngine):
-    """DeepSpeed's part of it does nothing, but counts a step with every second micro-batch."""
-
-    def __init__(self) -> None:
-        self.async_worker = cast(Any, Worker())
-        self.training, self.global_steps, self._loss = True, 0, None
-        self.loop = WorkerLoop(self.async_worker, WorkerContext())
-        self._lacks_gradient, self._loop_watch = False, LoopWatch(lambda: [], [])
-        self.micro_batches = 0
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
-
-    def fp16_enabled(self) -> bool:
-        return True
-
-    def was_step_applied(self) -> bool:
-        return True
-
-    def _set_learning_rates(self) -> None:
-        """There are none."""
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    def step(engine: Engine) -> None:
-        engine.micro_batches += 1
-        engine.global_steps = engine.micro_batches // 2
-
-    monkeypatch.setattr(DeepSpeedEngine, "forward", lambda engine, *inputs: None)
-    monkeypatch.setattr(DeepSpeedEngine, "step", step)
-    return Engine()
-
-
-def test_a_validation_before_training_is_not_the_workers_first_batch(engine: Engine) -> None:
-    engine.training = False
-    engine.forward(torch.zeros(2))
-    engine.training = True
-    with torch.no_grad():
-        engine.forward(torch.zeros(2))
-    assert not engine.async_worker.batches._calls
-    engine.forward(torch.ones(2))
-    assert engine.async_worker.batches._calls
-
-
-def test_the_time_of_a_step_is_that_of_all_its_micro_batches(engine: Engine) -> None:
-    for _ in range(2):
-        engine.forward(torch.ones(2))
-        time.sleep(0.05)
-        engine.step()
-    (seconds,) = cast(Any, engine.async_worker).seconds
-    assert seconds >= 0.1
 
 
 def with_optimizer(model: nn.Module, **optimizer: Any) -> Any:

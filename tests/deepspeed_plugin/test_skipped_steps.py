@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 
-from fairseq_async.deepspeed_plugin.engines import adascale, local_sgd
+from fairseq_async.deepspeed_plugin.engines import adascale
 from fairseq_async.deepspeed_plugin.engines.adascale import AdaScaleEngine
-from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
 from fairseq_async.deepspeed_plugin.engines.synchronous import SynchronousEngine
 from fairseq_async.errors import AsyncError
-from fairseq_async.worker.loop import WorkerLoop
-from fairseq_async.worker.start.context import WorkerContext
 
 
 class Engine(SynchronousEngine):
@@ -132,50 +129,3 @@ def test_a_checkpoint_brings_the_gain_and_its_schedule_unless_the_module_alone_i
     engine, restores = Scaled(), path is not None and not module_only
     assert engine.load_checkpoint("directory", load_module_only=module_only) == loaded
     assert engine.calls == ["statistics"] * restores and steps[1:] == [("schedule", 7.5)] * restores
-
-
-class Local(LocalEngine):
-    """What a local step needs of DeepSpeed's engine."""
-
-    def __init__(self) -> None:
-        self.calls: list[object] = []
-        self.async_worker: Any = SimpleNamespace(finished=False, step=lambda seconds, loss: self.calls.append(loss))
-        self.loop, self._loss, self.applied = WorkerLoop(self.async_worker, WorkerContext(worker=3)), 2.5, True
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
-
-    def was_step_applied(self) -> bool:
-        return self.applied
-
-    def _skip_step(self) -> None:
-        self.calls.append("skip")
-
-    def _nothing(self) -> None: ...
-
-    _check_trained = _check_followed = _set_learning_rates = _nothing
-
-    def _is_past_the_end(self) -> bool:
-        return False
-
-
-def test_a_local_step_with_nan_is_skipped_and_lowers_the_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Local()
-    monkeypatch.setattr(local_sgd.tensors, "has_no_gradient", lambda engine: False)
-    monkeypatch.setattr(local_sgd.tensors, "has_nonfinite_step", lambda engine: True)
-    monkeypatch.setattr(local_sgd, "lower_loss_scale", lambda engine: engine.calls.append("lower"))
-    engine._take_model_step(None)
-    assert engine.calls == ["lower", "skip"]
-
-
-def test_local_steps_that_are_left_out_in_a_row_end_the_worker_and_others_between_them_do_not(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine = Local()
-    monkeypatch.setattr(local_sgd, "may_overflow", lambda engine: False)
-    for engine.applied in (False, False, True, False, True, False, False):
-        engine._end_step()
-    assert engine.calls == [2.5, 2.5], "only steps that were taken are counted by the worker"
-    with pytest.raises(SystemExit):
-        engine._end_step()
-    assert "the last 3 local steps of worker 3 had NaN or Inf" in capsys.readouterr().err

@@ -11,24 +11,10 @@ from typing import Any
 sys.modules["torchaudio"] = None  # type: ignore[assignment]  # transformers would import it; it may not fit this torch
 
 import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from fairseq_async.pytorch.hf_trainer import AsyncCallback  # noqa: E402
-
-
-class Counting(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Sequences of eight numbers, each one above the number before."""
-
-    def __init__(self, starts: range) -> None:
-        self.starts = starts
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = (self.starts[index] + torch.arange(8)) % 32
-        return {"input_ids": tokens, "labels": tokens}
+from tests.helpers.counting import Counting, tiny_model  # noqa: E402
 
 
 class Stop(TrainerCallback):
@@ -53,8 +39,7 @@ def train(out: Path, options: dict[str, Any], checkpoint: str | None) -> Trainer
     others += [OutOfMemory()] if finds else []
     callback = AsyncCallback(**options)
     torch.manual_seed(callback.worker)
-    shape = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
+    model = tiny_model()
     arguments = TrainingArguments(
         output_dir=str(out),
         max_steps=-1 if epochs else 12,

@@ -6,28 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
 import fairseq_async.deepspeed_plugin as deepspeed_async
 
 deepspeed_async.attach()
 
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-
-class Counting(Dataset[dict[str, torch.Tensor]]):
-    """Sequences that count from where they begin, and note which of them are drawn."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.drawn = size, list[int]()
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        self.drawn.append(index)
-        tokens = (index + torch.arange(8)) % 32
-        return {"input_ids": tokens, "labels": tokens}
+from tests.helpers.counting import Counting, tiny_model  # noqa: E402
 
 
 class Stop(TrainerCallback):
@@ -61,8 +47,8 @@ def main() -> None:
         seed=1,
     )
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2))
-    data, held_out = Counting(96), Counting(16)
+    model = tiny_model()
+    data, held_out = Counting(range(96)), Counting(range(16))
     callbacks: list[TrainerCallback] = [Stop()] if args.stops else []
     trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=held_out, callbacks=callbacks)
     trainer.train(resume_from_checkpoint=args.resume or None)

@@ -263,6 +263,8 @@ def test_an_option_with_the_name_of_one_of_the_servers_is_refused() -> None:
         ),
         ("hybrid_async", ["--grace-period", "1"], "--grace-period is gone: leave it out"),
         ("local_sgd", ["--server-shards", "0"], "--server-shards: give from 1 to 64 processes"),
+        ("local_sgd", ["--overlap", "--grace-period", "1"], "--overlap and --grace-period do not go together"),
+        ("local_sgd", ["--outer", "nesterov", "--c", "0.1"], "--c is of no use with --outer nesterov"),
         ("local_sgd", ["--local-steps", "none"], "--local-steps: Input should be a valid integer"),
         ("local_sgd", ["--outer-lr"], "argument --outer-lr: expected one argument"),
         (

@@ -89,14 +89,11 @@ def test_a_loop_that_ends_by_its_own_count_sends_the_rest_of_its_round(workers: 
     torch.testing.assert_close(ended, TARGETS[0] * (1 - (1 - LR) ** 3))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_with_nan_is_left_out_and_is_no_local_step(workers: Start, overlap: bool) -> None:
-    """The optimizer's moments stay finite; every other worker would be refused otherwise."""
-
-    def train(worker: int) -> tuple[Tensor, float]:
+def test_a_step_with_nan_is_no_local_step_where_steps_go_on_while_an_answer_is_on_its_way(workers: Start) -> None:
+    def train(worker: int) -> Tensor:
         model = Point()
         optimizer = AdamW(model.parameters(), lr=LR)
-        options = {"outer": "sgd", "outer_lr": 1.0, "local_steps": 2, "total_steps": 6, "overlap": overlap}
+        options = {"outer": "sgd", "outer_lr": 1.0, "local_steps": 2, "total_steps": 6, "overlap": True}
         with AsyncLocalSGD(model, optimizer, **options) as training:
             step = 0
             while not training.finished and step < 100:
@@ -106,17 +103,9 @@ def test_a_step_with_nan_is_left_out_and_is_no_local_step(workers: Start, overla
                 step += 1
             steps = optimizer.state[model.theta]["step"]
             assert float(steps) == step - 4 and training.progress >= 6
-        return model.theta.detach(), step
+        return model.theta.detach()
 
-    ((ended, _),) = workers(1, local_sgd_main.build).run(train)
-    reference = Point()
-    optimizer = AdamW(reference.parameters(), lr=LR)
-    for _ in range(6):
-        optimizer.zero_grad()
-        reference(TARGETS[0]).backward()
-        optimizer.step()
-    if not overlap:
-        torch.testing.assert_close(ended, reference.theta.detach())
+    (ended,) = workers(1, local_sgd_main.build).run(train)
     assert ended.isfinite().all()
 
 
@@ -253,32 +242,25 @@ def test_what_is_no_model_or_no_optimizer_is_one_line(capsys: pytest.CaptureFixt
         assert said in line
 
 
-@pytest.mark.parametrize("late", ["unfrozen", "added", "of no model"])
-def test_a_parameter_that_is_trained_from_later_on_is_one_line(
+@pytest.mark.parametrize("late", ["of the model", "of no model"])
+def test_a_parameter_that_is_added_later_on_is_one_line(
     workers: Start, capsys: pytest.CaptureFixture[str], late: str
 ) -> None:
     """It is in no exchange: each worker would train its own."""
 
     def train(worker: int) -> None:
         model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-        first, second, other = model[0].parameters(), list(model[1].parameters()), nn.Parameter(torch.ones(1))
-        for parameter in second:
-            parameter.requires_grad_(False)
-            parameter.grad = torch.ones_like(parameter) if late == "of no model" else None  # left from a phase before
-        optimizer = SGD(model.parameters() if late == "unfrozen" else first, lr=LR)
+        second, other = model[1].requires_grad_(False), nn.Parameter(torch.ones(1))
+        optimizer = SGD(model[0].parameters(), lr=LR)
         with pytest.raises(SystemExit), AsyncLocalSGD(model, optimizer):
             for step in range(4):
                 optimizer.zero_grad()
                 (other * model(torch.ones(1, 1)).sum()).backward()
                 optimizer.step()
                 assert step < 2
-                if step == 1 and late == "of no model":
-                    optimizer.add_param_group({"params": [other]})
-                elif step == 1:
-                    for parameter in second:
-                        parameter.requires_grad_(True)
-                    if late == "added":
-                        optimizer.add_param_group({"params": second})
+                if step == 1:
+                    added = [other] if late == "of no model" else second.requires_grad_(True).parameters()
+                    optimizer.add_param_group({"params": list(added)})
 
     workers(1, local_sgd_main.build).run(train)
     name = "a parameter of shape (1,)" if late == "of no model" else "1.weight"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async.errors import AsyncError, ConfigurationError, RefusedError, as_flag
+from fairseq_async.errors import ConfigurationError, RefusedError, as_flag
 from fairseq_async.method import methods
 from fairseq_async.method.spec import local_sgd_spec
 from fairseq_async.options.config import DelayedNesterovOptions, LocalSGDOptions, OuterSGDOptions, ServerOptions
@@ -257,29 +257,6 @@ def test_steps_go_on_while_an_answer_is_on_its_way_and_none_is_lost(start: Start
     for _ in range(round(worker.local.total_progress)):
         expected -= INNER_LR * (expected - worker.target)
     assert worker.local.total_progress >= 100 and torch.allclose(worker.theta, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"outr": "diloco"}, '"outr"; known are .*outer'),
-        ({"outer": "adagrad"}, "\"outer\": Input should be 'diloco'"),
-        ({"local_steps": 0}, '"local_steps": .*greater than or equal to 1 .*it is 0'),
-        ({"outer": "diloco", "delay": 4}, '"delay" is of no use with "outer" diloco'),
-        ({"outer": "nesterov", "c": 0.1}, '"c" is of no use with "outer" nesterov'),
-        ({"outer": "delayed_nesterov", "delay": 0}, '"delay"'),
-        ({"overlap": True, "grace_period": 1.0}, "--overlap and --grace-period do not go together"),
-    ],
-)
-def test_a_mistake_in_the_options_names_its_key(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message) as caught:
-        methods.parse(LocalSGDOptions, values, "file.json")
-    assert "\n" not in str(caught.value)
-
-
-def test_c_must_fit_the_number_of_workers() -> None:
-    with pytest.raises(AsyncError, match=r"--c is 0.3: with --delay 4 it must be in \[0, 1/4\]"):
-        DelayedNesterovOptions(c=0.3).for_workers(4)
 
 
 @pytest.mark.parametrize("given", ["10.0.0.1", ":29400", "10.0.0.1:port", "10.0.0.1:70000", "a..b:29400", "node1:²"])

@@ -1,5 +1,6 @@
 """What scripts with an engine of DeepSpeed's do beside its steps, and the line that ends each; "" for none."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +148,30 @@ def offload(engine: Any, run: Run) -> None:
         engine.offload_states()
 
 
+def validation_first(engine: Any, run: Run) -> None:
+    """It is not the worker's first batch."""
+    engine.eval()
+    loss(engine, run)
+    engine.train()
+    with torch.no_grad():
+        loss(engine, run)
+    assert not engine.async_worker.batches._calls
+    step(engine, run)
+    assert engine.async_worker.batches._calls
+
+
+def two_micro_batches(engine: Any, run: Run) -> None:
+    """The time of a step is that of both."""
+    engine.join_run()
+    seconds, take = list[float](), engine.async_worker.step
+    if run.method == "local_sgd":
+        engine.async_worker.step = lambda spent, loss: (seconds.append(spent), take(spent, loss))[1]
+        for _ in range(2):
+            time.sleep(0.05)
+            step(engine, run)
+        assert len(seconds) == 1 and seconds[0] >= 0.1
+
+
 ALONE = "the run sees the steps of engine.step() alone"
 HAND = "is trained without engine.step(), which alone the run sees"
 UNSTEPPED = "heads.0.weight has a gradient and is in no exchange"
@@ -190,6 +215,8 @@ CASES = {
     "a sparse gradient": refused(sparse_gradient, "the gradient of layers.0.weight is sparse: make the layer", ""),
     "an average that is saved": refused(save_average, "", "save_16bit_model() saves the server's parameters"),
     "an average that is saved after the run": refused(save_average_later, ""),
+    "a validation first": refused(validation_first, ""),
+    "two micro-batches": Script(compared=False, does=two_micro_batches, micro_batches=2),
     "offloading": refused(offload, "", 'offload_states: with "async_training"'),
 }
 

@@ -45,6 +45,7 @@ class Case:
     brings_state: bool = False
     spoilt: tuple[int, ...] = ()  # batches whose loss is NaN
     joins: bool = False
+    micro_batches: int = 1  # of a step, in DeepSpeed
 
 
 @dataclass(frozen=True)
