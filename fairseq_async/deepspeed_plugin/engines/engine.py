@@ -110,7 +110,7 @@ class AsyncEngine(DeepSpeedEngine):
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """Computes as DeepSpeed does; the first call joins the run, even if it is a validation, which all may share."""
         self.join_run()
-        if self.training and torch.is_grad_enabled() and not self.finished:
+        if self.module.training and torch.is_grad_enabled() and not self.finished:  # eval() leaves self.training
             self.async_worker.batches.note((inputs, kwargs))
             if not self.loop.began:
                 self.loop.begin_step()

@@ -9,9 +9,12 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import LambdaLR
 
 import fairseq_async.deepspeed_plugin as deepspeed_async
-from fairseq_async.deepspeed_plugin.engines.synchronous import set_environment_without_launcher
+from fairseq_async.deepspeed_plugin import world
+from fairseq_async.deepspeed_plugin.engines import synchronous
+from tests.helpers.commands import free_port
 from tests.helpers.contract.net import BATCH, DECAY, HALF, RATE, STEPS, WARM, Net, Run, factor, settings
 
+world.free_port = synchronous.free_port = free_port  # on a busy machine others take a port that is only found
 assert deepspeed.ops.__compatible_ops__  # a search that would take each fork half a second
 
 
@@ -34,7 +37,7 @@ def make(net: Net, run: Run, parameters: Iterable[Parameter] | None = None) -> A
         adamw = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": DECAY, "torch_adam": True}}
         config["optimizer"] = adamw
     if run.method == "plain":
-        set_environment_without_launcher()
+        synchronous.set_environment_without_launcher()
         return deepspeed.initialize(**given)[0]
     own = {"method": run.method, "run_dir": str(run.path), "total_steps": STEPS, **settings(run)}
     return deepspeed_async.initialize(**given | {"config": config | {"async_training": own}})[0]
