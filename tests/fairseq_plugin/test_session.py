@@ -127,12 +127,14 @@ def test_worker_0_alone_validates_and_reports_and_others_write_logs_of_their_own
     assert left == (own if worker else reports)
 
 
-@pytest.mark.parametrize("worker", [0, 1])
-def test_worker_0_ends_the_run_for_all(worker: int) -> None:
-    """It alone sees fairseq's limits and --patience; the server that another has started ends by itself."""
-    left: list[bool] = []
+@pytest.mark.parametrize(("worker", "serves"), [(0, False), (0, True), (1, False)])
+def test_worker_0_ends_the_run_for_all_and_its_server_outlasts_it(worker: int, serves: bool) -> None:
+    """It alone sees fairseq's limits and --patience. Others may still be in a round of local steps, which takes as long
+    as it takes; the server that another has started ends by itself."""
+    done: list[object] = []
     ours: Any = object.__new__(session.WorkerSession)
-    ours.context, ours._server = Namespace(worker=worker), None
-    ours.client = Namespace(leave=lambda finished: left.append(finished))
+    ours.context = Namespace(worker=worker)
+    ours._server = Namespace(outlast_workers=lambda: done.append("waited")) if serves else None
+    ours.client = Namespace(leave=lambda finished: done.append(finished))
     ours.end()
-    assert left == [worker == 0] and ours._ended
+    assert done == [worker == 0, *["waited"] * serves] and ours._ended

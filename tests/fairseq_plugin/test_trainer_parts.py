@@ -21,7 +21,6 @@ from fairseq_async.fairseq_plugin.compat.checkpoints import write_ranks
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.hybrid import HybridAsync, HybridTrainer
 from fairseq_async.fairseq_plugin.local_sgd import LocalSGDTrainer
-from fairseq_async.fairseq_plugin.session import WorkerSession
 from fairseq_async.fairseq_plugin.synchronous_trainer import SynchronousTrainer
 from fairseq_async.options.config import AdaScaleOptions
 from fairseq_async.worker.loop import WorkerLoop
@@ -243,17 +242,6 @@ def test_a_run_that_is_finished_before_its_first_whole_step_ends() -> None:
     local._optimizer, local._worker = object(), SimpleNamespace(finished=True)
     limits.max_update, local.cfg = 0, trainer.cfg
     assert local._applied_updates(0, 0) >= limits.max_update == 1
-
-
-def test_the_server_of_worker_0_outlasts_it() -> None:
-    """Others may still be in a round of local steps, which takes as long as it takes."""
-    done: list[str] = []
-    session: Any = object.__new__(WorkerSession)
-    session.context = SimpleNamespace(worker=0)
-    session.client = SimpleNamespace(leave=lambda finished: done.append(f"left {finished}"))
-    session._server = SimpleNamespace(outlast_workers=lambda: done.append("waited"))
-    session.end()
-    assert done == ["left True", "waited"]
 
 
 def test_a_parameter_that_cannot_be_exchanged_is_one_line() -> None:
