@@ -113,6 +113,7 @@ def test_three_workers_of_hybrid_async_share_the_steps_of_the_server(tmp_path: P
     steps = EPOCHS * SAMPLES // (3 * BATCH)
     assert [each["progress"] for each in workers] == [steps] * 3
     assert sorted(event["worker"] for event in events(tmp_path / "run")) == sorted([0, 1, 2] * steps)
+    assert {event["weight"] for event in events(tmp_path / "run")} == {BATCH * 8}, "the tokens of a step"
     first = workers[0]
     rates = [entry["learning_rate"] for entry in first["log"] if "learning_rate" in entry]
     assert 0.01 >= rates[0] > rates[-1] > 0  # of the server's schedule
