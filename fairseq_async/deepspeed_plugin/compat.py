@@ -260,6 +260,15 @@ def is_raised_by_script(error: BaseException) -> bool:
     return any(name.partition(".")[0] not in _LIBRARIES for name in inner)
 
 
+def is_raised_by_optimizer(error: BaseException) -> bool:
+    """Whether a torch optimizer has raised an error where it was given a state."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return any(
+        frame.f_code.co_name == "load_state_dict" and frame.f_globals.get("__name__") == "torch.optim.optimizer"
+        for frame in frames
+    )
+
+
 def unlink_reduction_buffer() -> None:
     """Removes the name of DeepSpeed's reduction buffer of this rank from /dev/shm; the memory stays in use.
 

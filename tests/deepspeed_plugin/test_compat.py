@@ -8,6 +8,7 @@ from typing import Any
 
 import deepspeed
 import pytest
+import torch
 from torch import nn
 
 from fairseq_async.deepspeed_plugin import compat
@@ -43,6 +44,15 @@ def test_a_model_that_is_divided_among_ranks_by_other_means_than_zero_is_refused
     engine.mp_world_size = 2
     with pytest.raises(ConfigurationError, match="model parallelism"):
         compat.check_whole_model(engine)
+
+
+def test_an_error_of_an_optimizer_that_is_given_another_state_is_told_from_others() -> None:
+    """Plain DeepSpeed saves another state in half precision, and none beside its engine with ZeRO."""
+    for given, error in ((None, AttributeError), ({"fp32_groups_flat": []}, KeyError)):
+        with pytest.raises(error) as caught:
+            torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1).load_state_dict(given)  # type: ignore[arg-type]
+        assert compat.is_raised_by_optimizer(caught.value)
+    assert not compat.is_raised_by_optimizer(KeyError("param_groups"))
 
 
 def test_no_other_file_names_a_private_attribute_of_deepspeeds() -> None:

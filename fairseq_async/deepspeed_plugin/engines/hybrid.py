@@ -6,7 +6,7 @@ from typing import Any
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.deepspeed_plugin import server
-from fairseq_async.deepspeed_plugin.compat import count_step
+from fairseq_async.deepspeed_plugin.compat import count_step, is_raised_by_optimizer
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.tensors import trainable
 from fairseq_async.deepspeed_plugin.schedules import NamedSchedule
@@ -94,6 +94,18 @@ class HybridEngine(AsyncEngine):
             "load_checkpoint(load_optimizer_states=False): with hybrid_async the optimizer goes on with the server's "
             "parameters; give load_module_only=True for a new run from the checkpoint's parameters"
         )
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads as :meth:`AsyncEngine.load_checkpoint`; one line for moments that belong to masters of DeepSpeed's."""
+        try:
+            return super().load_checkpoint(*args, **kwargs)
+        except (KeyError, AttributeError) as error:
+            if not is_raised_by_optimizer(error):
+                raise
+            fail(
+                "load_checkpoint: the checkpoint is of plain DeepSpeed in half precision or with ZeRO, whose moments "
+                "hybrid_async cannot take: give load_module_only=True for a new run from its parameters"
+            )
 
     def eval(self) -> object:
         """Begins an evaluation as DeepSpeed does, of the server's parameters: the model's may be ahead."""
