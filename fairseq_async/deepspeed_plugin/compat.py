@@ -155,11 +155,17 @@ def check_whole_model(engine: DeepSpeedEngine) -> None:
             raise ConfigurationError(f"{name}: ep_size is {module.ep_size}: {divided}; give ep_size=1")
 
 
-def cast_to_bf16(engine: DeepSpeedEngine) -> None:
-    """Rounds the model as DeepSpeed does where its configuration has bf16: parameters, and buffers if it says so."""
-    kept = keep_in_fp32_pattern(engine.module, engine._config.keep_in_fp32_modules, torch.bfloat16)
+def round_model(engine: DeepSpeedEngine, kind: torch.dtype) -> None:
+    """Rounds the model as DeepSpeed does in half precision: parameters, and buffers if the configuration says so.
+
+    Raises:
+        ConfigurationError: the device does not compute in this type.
+    """
+    if kind not in deepspeed.get_accelerator().supported_dtypes():
+        raise ConfigurationError(f'{str(kind).removeprefix("torch.")} is not supported on this device: give "bf16"')
+    kept = keep_in_fp32_pattern(engine.module, engine._config.keep_in_fp32_modules, kind)
     _, buffers = engine._mixed_precision_dtypes()
-    engine._cast_module_mixed_precision(torch.bfloat16, buffers, False, kept)
+    engine._cast_module_mixed_precision(kind, buffers, False, kept)
 
 
 def refresh_masters(engine: DeepSpeedEngine) -> None:

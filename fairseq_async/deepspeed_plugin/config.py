@@ -141,9 +141,9 @@ def _check_whole_steps(zero: dict[str, Any], name: str) -> None:
 def _check_hybrid(config: dict[str, Any], name: str) -> None:
     """Checks for keys that do not go with hybrid_async, which steps in the server, in fp32, on whole gradients."""
     reason = f"is not supported with method hybrid_async{_REASON}; local_sgd has it"
-    for key in ("fp16", "amp"):
-        if _object(config, key, name).get("enabled", False):
-            raise ConfigurationError(f'{name}: "{key}" {reason}')
+    for section, key in (("amp", "enabled"), ("fp16", "auto_cast"), ("fp16", "fp16_master_weights_and_grads")):
+        if _object(config, section, name).get(key, False):
+            raise ConfigurationError(f'{name}: "{section}": "{key}" {reason}')
     autocast = _object(config, "torch_autocast", name)
     if autocast.get("enabled", False) is True and autocast.get("dtype") not in _BFLOAT16:
         raise ConfigurationError(f'{name}: "torch_autocast" in float16 {reason}; or give "dtype": "bfloat16"')

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.config import DeepSpeedConfigError
@@ -18,10 +19,10 @@ from fairseq_async.deepspeed_plugin import checks, server_description
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.deepspeed_plugin.compat import (
     DeepSpeedOptimizer,
-    cast_to_bf16,
     check_attributes,
     check_whole_model,
     is_raised_by_script,
+    round_model,
     unlink_reduction_buffer,
 )
 from fairseq_async.deepspeed_plugin.compilation import waiting_for_compilers
@@ -39,6 +40,7 @@ from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.hybrid import HybridEngine
 from fairseq_async.deepspeed_plugin.engines.island import IslandClient
 from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
+from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
 from fairseq_async.deepspeed_plugin.engines.synchronous import (
     GroupPosition,
     SynchronousEngine,
@@ -312,10 +314,11 @@ def _make_worker_engine(
     engine: AsyncEngine
     if isinstance(options, HybridOptions):
         made = arguments.make_engine(server_description.without_masters(server_description.without_schedule(own)))
-        if server_description.is_in_bf16(own):
-            cast_to_bf16(made[0])
+        if (kind := server_description.half_precision(own)) is not None:
+            round_model(made[0], kind)
         inner = server_description.leave_to_server(made[0], own, options.total_steps)
         engine = _change_class(made[0], HybridEngine)
+        engine.loss_scale = LossScale(own["fp16"] if kind is torch.float16 else None)
     else:
         made, inner = arguments.make_engine(own), {}
         check_whole_model(made[0])

@@ -25,15 +25,16 @@ def without_schedule(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_masters(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the configuration without bf16, of which DeepSpeed makes fp32 masters, and without ZeRO 1 and 2, which
-    divide these and the moments among ranks: they are the server's."""
-    config = {key: value for key, value in config.items() if key not in BF16}
+    """Returns the configuration without half precision, of which DeepSpeed makes fp32 masters, and without ZeRO 1 and
+    2, which divide these and the moments among ranks: they are the server's."""
+    config = {key: value for key, value in config.items() if key not in (*BF16, "fp16")}
     return config | {"zero_optimization": {"stage": 0}} if "zero_optimization" in config else config
 
 
-def is_in_bf16(config: dict[str, Any]) -> bool:
-    """Whether the model is to be in bf16."""
-    return any((config.get(key) or {}).get("enabled", False) for key in BF16)
+def half_precision(config: dict[str, Any]) -> torch.dtype | None:
+    """Returns the type of a model that is to be in half precision; None for fp32."""
+    kinds = dict.fromkeys(BF16, torch.bfloat16) | {"fp16": torch.float16}
+    return next((kind for key, kind in kinds.items() if (config.get(key) or {}).get("enabled", False)), None)
 
 
 def leave_to_server(engine: DeepSpeedEngine, config: dict[str, Any], total_steps: int) -> JsonObject:

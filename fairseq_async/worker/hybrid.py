@@ -110,9 +110,10 @@ class HybridWorker(AsyncWorker):
         (_, transfer), self._begun = self._begun, None
         transfer.synchronize()  # the server reads the slot when it has the message
 
-    def step(self, samples: float, loss: float | None, norm: float | None = None) -> None:
-        """Pushes the parameters' ``grad``, the mean over ``samples``, as :meth:`exchange` does."""
-        self.exchange(self.write, float(samples) if self.weight is None else self.weight, Report(loss=loss), norm)
+    def step(self, samples: float, loss: float | None, norm: float | None = None, factor: float = 1.0) -> None:
+        """Pushes the parameters' ``grad`` times ``factor``, the mean over ``samples``, as :meth:`exchange` does."""
+        weight = float(samples) if self.weight is None else self.weight
+        self.exchange(partial(self.write, factor=factor), weight, Report(loss=loss), norm)
 
     def exchange(
         self,

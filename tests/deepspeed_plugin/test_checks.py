@@ -97,7 +97,10 @@ def test_the_page_names_the_largest_table_of_rates() -> None:
         ({"train_micro_batch_size_per_gpu": 0}, '"train_micro_batch_size_per_gpu" is 0: give a whole number above 0'),
         ({"gradient_accumulation_steps": 1.5}, '"gradient_accumulation_steps" is 1.5'),
         ({"train_batch_size": 6}, '"train_batch_size" is 6, the samples of all ranks in a step, and not 4'),
-        ({"fp16": {"enabled": True}}, '"fp16" is not supported with method hybrid_async'),
+        (
+            {"fp16": {"enabled": True, "auto_cast": True}},
+            '"fp16": "auto_cast" is not supported with method hybrid_async',
+        ),
         (
             {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.02}}},
             '"cycle_momentum", which is true by default, is not supported with method hybrid_async',

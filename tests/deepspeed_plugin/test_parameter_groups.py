@@ -11,6 +11,7 @@ import torch
 from tests.helpers.commands import DEEPSPEED, Processes, command
 
 STEPS = 8
+KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def seen(out: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "worker"),
-    [("json", 0), ("script", 0), ("position", 0), ("position", 1), ("checkpoint", 0), ("local", 0), ("bf16", 0)],
+    [("position", 1), *((each, 0) for each in ("json", "script", "position", "checkpoint", "local", "bf16", "fp16"))],
 )
 def test_a_worker_steps_each_group_as_plain_deepspeed_does(
     parameters: Callable[[str], dict[str, torch.Tensor]], out: Path, name: str, worker: int
@@ -49,13 +50,17 @@ def test_a_worker_steps_each_group_as_plain_deepspeed_does(
     """So does a parameter that no loss uses, which decays in DeepSpeed. The moments of an optimizer that has stepped,
     and those of a checkpoint of plain DeepSpeed, are the server's, and the schedule goes on at its place."""
     start, expected, found = (parameters(each) for each in ("start", f"{name}.plain", f"{name}.worker-{worker}"))
-    still = {"4.bias"} | ({"0.unused_weight"} if name == "bf16" else set())  # without a rate, or without decay
     for key, tensor in expected.items():
-        assert found[key].dtype is tensor.dtype is (torch.bfloat16 if name == "bf16" else torch.float32)
+        assert found[key].dtype is tensor.dtype is KINDS.get(name, torch.float32)
         torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-6)
-        assert torch.equal(tensor, start[key].to(tensor)) == (key in still)
+        assert torch.equal(tensor, start[key].to(tensor)) == (key == "4.bias")  # whose group has no rate
     rates, plain = (seen(out, f"{name}.{each}")["rates"] for each in (f"worker-{worker}", "plain"))
     assert rates == plain[-len(rates) :]
+
+
+def test_steps_that_overflow_are_skipped_as_plain_deepspeed_skips_them(out: Path) -> None:
+    applied, plain = (seen(out, f"fp16.{each}")["applied"] for each in ("worker-0", "plain"))
+    assert applied[:STEPS] == plain and plain.count(False) == 3
 
 
 @pytest.mark.parametrize("name", ["json", "script", "local"])

@@ -8,6 +8,7 @@ import pytest
 
 from fairseq_async.deepspeed_plugin.engines import adascale
 from fairseq_async.deepspeed_plugin.engines.adascale import AdaScaleEngine
+from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
 from fairseq_async.deepspeed_plugin.engines.synchronous import SynchronousEngine
 from fairseq_async.errors import AsyncError
 
@@ -129,3 +130,22 @@ def test_a_checkpoint_brings_the_gain_and_its_schedule_unless_the_module_alone_i
     engine, restores = Scaled(), path is not None and not module_only
     assert engine.load_checkpoint("directory", load_module_only=module_only) == loaded
     assert engine.calls == ["statistics"] * restores and steps[1:] == [("schedule", 7.5)] * restores
+
+
+def test_a_loss_scale_falls_to_its_least_and_then_lets_gradients_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 0)
+    section = {"enabled": True, "initial_scale_power": 2, "hysteresis": 1, "loss_scale_window": 2, "min_loss_scale": 2}
+    scale = LossScale(section)
+    assert [scale.skips(finite) for finite in (False, False, True)] == [True, False, False]
+    assert scale.value == 2.0
+    resumed = LossScale(section)
+    resumed.load_state_dict(scale.state_dict())
+    for each in (scale, resumed):
+        assert [each.skips(True) for _ in range(3)] == [False] * 3 and each.value > 2.0
+    assert scale.state_dict() == resumed.state_dict()
+
+
+@pytest.mark.parametrize(("section", "value"), [(None, 1.0), ({"enabled": True, "loss_scale": 8}, 8.0)])
+def test_a_loss_scale_that_is_fixed_stays(section: dict[str, Any] | None, value: float) -> None:
+    scale = LossScale(section)
+    assert not scale.skips(False) and not scale.skips(True) and scale.value == value

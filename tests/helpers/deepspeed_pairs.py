@@ -8,11 +8,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
@@ -55,11 +57,18 @@ def of_the_script(model: nn.Module) -> dict[str, Any]:
     return {"optimizer": optimizer, "lr_scheduler": schedule, "config": PLAIN}
 
 
-def of_the_script_in_bf16(model: nn.Module) -> dict[str, Any]:
-    """The same without decay: in half precision DeepSpeed steps once with zeros when it is made, and decays then."""
-    optimizer = SGD([group | {"weight_decay": 0.0} for group in groups(model)], lr=0.05, momentum=0.9)
-    schedule = OneCycleLR(optimizer, [0.1, 0.05, 0.0], total_steps=STEPS, cycle_momentum=False)
-    return {"optimizer": optimizer, "lr_scheduler": schedule, "config": PLAIN | {"bf16": {"enabled": True}}}
+def in_half_precision(model: nn.Module, **precision: Any) -> dict[str, Any]:
+    """Rounded from fp32 masters, which plain DeepSpeed divides among ranks, and which the server has otherwise."""
+    schedule = partial(LambdaLR, lr_lambda=lambda step: 0.9**step)
+    config = PLAIN | {"zero_optimization": {"stage": 1}} | precision
+    return {"optimizer": AdamW(groups(model), lr=0.05), "lr_scheduler": schedule, "config": config}
+
+
+def in_fp16(model: nn.Module) -> dict[str, Any]:
+    """With a loss scale at which the first steps overflow."""
+    get_accelerator().supported_dtypes = lambda: [torch.float32, torch.float16]  # computes in it, if slowly
+    get_accelerator().is_fp16_supported = lambda: True
+    return in_half_precision(model, fp16={"enabled": True, "initial_scale_power": 15, "hysteresis": 1})
 
 
 def of_an_ordinary_run(model: nn.Module) -> dict[str, Any]:
@@ -87,8 +96,10 @@ CASES: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "position": of_an_ordinary_run,
     "checkpoint": of_a_checkpoint,
     "local": of_the_script,
-    "bf16": of_the_script_in_bf16,
+    "bf16": partial(in_half_precision, bf16={"enabled": True}),
+    "fp16": in_fp16,
 }
+SKIPPED = {"fp16": 3}  # steps that overflow
 WORKERS = {"position": 2}  # each with half of every batch; of the others one
 HYBRID = {"method": "hybrid_async", "barrier": True}
 LOCAL = {"method": "local_sgd", "outer": "nesterov", "outer_lr": 1.0, "outer_momentum": 0.0, "local_steps": 3}
@@ -114,7 +125,8 @@ def train(name: str, out: Path, worker: int | None) -> None:
     model = make_model()
     arguments = CASES[name](model)
     first = SAVED_AT if worker is not None and name == "checkpoint" else 0
-    section = (LOCAL if name == "local" else HYBRID) | {"run_dir": str(out / name), "total_steps": STEPS - first}
+    steps = STEPS - first - SKIPPED.get(name, 0)
+    section = (LOCAL if name == "local" else HYBRID) | {"run_dir": str(out / name), "total_steps": steps}
     part = slice(None)
     if worker is None:
         set_environment_without_launcher()

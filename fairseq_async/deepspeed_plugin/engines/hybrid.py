@@ -1,13 +1,17 @@
 """DeepSpeed's engine as a worker of hybrid asynchronous SGD."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.deepspeed_plugin import server
 from fairseq_async.deepspeed_plugin.compat import count_step, is_raised_by_optimizer
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
+from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
 from fairseq_async.deepspeed_plugin.engines.tensors import trainable
 from fairseq_async.deepspeed_plugin.schedules import NamedSchedule
 from fairseq_async.deepspeed_plugin.server_description import SCHEDULER, count_steps_as_torch, described
@@ -38,6 +42,8 @@ from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.start.context import WorkerContext
 from fairseq_async.worker.start.process import errors_in_one_line
 
+_LOSS_SCALE = "async_loss_scale"  # in the client state of a checkpoint
+
 
 class HybridEngine(AsyncEngine):
     """The engine of hybrid asynchronous SGD: pushes gradients to the server, whose optimizer steps.
@@ -46,6 +52,7 @@ class HybridEngine(AsyncEngine):
     """
 
     async_worker: HybridWorker
+    loss_scale: LossScale
     _moments: StateInServer | None = None  # of the optimizer, once the worker has joined
     _saves = False  # whether the engine itself saves the optimizer, with the server's state beside it
 
@@ -98,7 +105,9 @@ class HybridEngine(AsyncEngine):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Loads as :meth:`AsyncEngine.load_checkpoint`; one line for moments that belong to masters of DeepSpeed's."""
         try:
-            return super().load_checkpoint(*args, **kwargs)
+            loaded = super().load_checkpoint(*args, **kwargs)
+            self.loss_scale.load_state_dict((loaded[1] or {}).pop(_LOSS_SCALE, {}))
+            return loaded
         except (KeyError, AttributeError) as error:
             if not is_raised_by_optimizer(error):
                 raise
@@ -107,18 +116,29 @@ class HybridEngine(AsyncEngine):
                 "hybrid_async cannot take: give load_module_only=True for a new run from its parameters"
             )
 
+    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> object:
+        """Computes gradients as :meth:`AsyncEngine.backward`, in fp16 of the loss times its scale."""
+        if (scale := self.loss_scale.value) == 1.0:
+            return super().backward(loss, *args, **kwargs)
+        super().backward(loss * scale, *args, **kwargs)
+        self._loss = loss.detach().clone()
+        return loss
+
     def eval(self) -> object:
         """Begins an evaluation as DeepSpeed does, of the server's parameters: the model's may be ahead."""
         if self.async_worker.look_ahead:
             self.pull()
         return super().eval()
 
-    def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> object:
+    def save_checkpoint(
+        self, save_dir: str, tag: str | None = None, client_state: Any = None, *args: Any, **kwargs: Any
+    ) -> object:
         """Saves as :meth:`AsyncEngine.save_checkpoint`, with the server's parameters: the model's may be ahead."""
         if self.async_worker.look_ahead:
             self.pull()
         self._saves = True
-        saved = super().save_checkpoint(save_dir, tag, *args, **kwargs)
+        client_state = (client_state or {}) | {_LOSS_SCALE: self.loss_scale.state_dict()}
+        saved = super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)
         self._saves = False
         return saved
 
@@ -134,10 +154,13 @@ class HybridEngine(AsyncEngine):
         if not gradients:
             return self._skip_without_gradient()
         self.loop.slowed_down()
-        self.async_worker.write_ahead()  # while the norm is measured
-        norm, loss = l2_norm(gradients), None if self._loss is None else float(self._loss)
+        factor = 1.0 / self.loss_scale.value
+        self.async_worker.write_ahead(factor)  # while the norm is measured
+        norm, loss = factor * l2_norm(gradients), None if self._loss is None else float(self._loss)
+        if self.loss_scale.skips(math.isfinite(norm)):
+            return self._skip_step()
         refused = self.async_worker.refusals.total
-        self.async_worker.step(self.train_batch_size(), loss, norm)
+        self.async_worker.step(self.train_batch_size(), loss, norm, factor)
         self._set_learning_rates()
         applied = self.async_worker.refusals.total == refused
         self.zero_grad()
