@@ -12,12 +12,7 @@ from torch.nn import Parameter
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.compat.batches import batches_of_first_epoch, batches_of_pass
-from fairseq_async.fairseq_plugin.compat.checkpoints import (
-    check_workers,
-    checkpoint_errors,
-    plain_values,
-    write_ranks,
-)
+from fairseq_async.fairseq_plugin.compat.checkpoints import check_workers, checkpoint_errors, make_plain
 from fairseq_async.fairseq_plugin.compat.optimizers import trainable_parameters
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
@@ -201,10 +196,7 @@ class AsynchronousTrainer(Trainer, ABC):
 
     def state_dict(self) -> StateDict:
         """Returns fairseq's checkpoint with the number of workers, in types that torch.load trusts."""
-        checkpoint: StateDict = super().state_dict()
-        checkpoint |= {"cfg": self.session.given, "extra_state": plain_values(checkpoint["extra_state"])}
-        write_ranks(checkpoint["extra_state"], self.session.context.workers)
-        return checkpoint
+        return make_plain(super().state_dict(), self.session.given, self.session.context.workers)
 
     def resume_data(self, extra_state: StateDict | None, position: StateDict | None) -> StateDict | None:
         """Returns a checkpoint's extra state, with this worker's position in the data.

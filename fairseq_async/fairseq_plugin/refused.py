@@ -84,32 +84,17 @@ def check_asynchronous(args: Namespace, cfg: DictConfig) -> None:
     Raises:
         ConfigurationError: there is such a flag; names it.
     """
-    distributed, common, name = cfg.distributed_training, cfg.common, args.optimizer
-    waiting = {
-        f"--ddp-backend {distributed.ddp_backend}": distributed.ddp_backend in _WAITING_BACKENDS,
-        f"--zero-sharding {distributed.zero_sharding}": distributed.zero_sharding != "none",
-        "--pipeline-model-parallel": distributed.pipeline_model_parallel,
-        "--use-bmuf": cfg.optimization.use_bmuf,
-    }
-    for flag, given in waiting.items():
-        if given:
-            raise ConfigurationError(f"{flag}: would make workers wait for each other; {name} does without it")
-    if min(cfg.optimization.update_freq) < 1:
-        raise ConfigurationError(
-            f"--update-freq {min(cfg.optimization.update_freq)}: a step needs a batch; give 1 or more"
-        )
-    unsupported = {
-        "--amp": common.amp,
-        "--model-parallel-size": common.model_parallel_size > 1,
+    common, frequency = cfg.common, min(cfg.optimization.update_freq)
+    more = {
         "--store-ema": cfg.ema.store_ema,
         "--quantization-config-path": common.quantization_config_path is not None,
         "--fp16-adam-stats": getattr(args, "fp16_adam_stats", False),
-        "--quant-noise-pq": name == "hybrid_async" and getattr(args, "quant_noise_pq", 0) > 0,  # sets weights to 0
+        # sets weights to 0
+        "--quant-noise-pq": args.optimizer == "hybrid_async" and getattr(args, "quant_noise_pq", 0) > 0,
         "--lr-scheduler pass_through": getattr(args, "lr_scheduler", None) == "pass_through",
     }
-    for flag, given in unsupported.items():
-        if given:
-            raise ConfigurationError(f"{flag}: not possible with --optimizer {name}")
+    _refuse_flags(args, cfg, more)
+    _refuse((frequency < 1, f"--update-freq {frequency}: a step needs a batch; give 1 or more"))
 
 
 def check_local_schedule(args: Namespace, workers: int) -> None:
@@ -147,8 +132,10 @@ def check_shards(shards: int, cfg: DictConfig) -> None:
     Raises:
         ConfigurationError: there is such a flag; names it.
     """
+    if not shards:
+        return
     frequencies, directories = cfg.optimization.update_freq, len(directories_of(cfg))
-    refused = (
+    _refuse(
         (
             directories not in (1, shards),
             f"--shards is {shards}: the data has {directories} directories, each of which is a shard; "
@@ -165,9 +152,6 @@ def check_shards(shards: int, cfg: DictConfig) -> None:
             "run with --reset-optimizer",
         ),
     )
-    for given, message in refused:
-        if shards and given:
-            raise ConfigurationError(message)
 
 
 def check_synchronous(args: Namespace, cfg: DictConfig, legacy: bool) -> None:
@@ -176,26 +160,44 @@ def check_synchronous(args: Namespace, cfg: DictConfig, legacy: bool) -> None:
     Raises:
         ConfigurationError: there is such a flag; names it.
     """
-    distributed, common = cfg.distributed_training, cfg.common
+    common, backend = cfg.common, cfg.distributed_training.ddp_backend
     on_cpu = common.cpu or not torch.cuda.is_available()
-    backend, impossible = distributed.ddp_backend, f"not possible with --optimizer {args.optimizer}"
-    refused = (
+    _refuse(
         (
             legacy and backend not in LEGACY,
             f"--ddp-backend {backend}: leave it out; {args.optimizer} reduces itself",
         ),
-        (backend in _WAITING_BACKENDS, f"--ddp-backend {backend}: {impossible}"),
-        (on_cpu and backend not in LEGACY, f"--ddp-backend {backend}: fairseq has it for GPUs; leave it out"),
-        (distributed.zero_sharding != "none", f"--zero-sharding {distributed.zero_sharding}: {impossible}"),
-        (distributed.pipeline_model_parallel, f"--pipeline-model-parallel: {impossible}"),
-        (common.model_parallel_size > 1, f"--model-parallel-size: {impossible}"),
-        (cfg.optimization.use_bmuf, f"--use-bmuf: {impossible}"),
-        (common.amp, f"--amp: {impossible}"),
-        (common.memory_efficient_fp16, f"--memory-efficient-fp16: {impossible}"),
-        (common.memory_efficient_bf16, f"--memory-efficient-bf16: {impossible}"),
+        (
+            on_cpu and backend not in (*LEGACY, *_WAITING_BACKENDS),
+            f"--ddp-backend {backend}: fairseq has it for GPUs; leave it out",
+        ),
         (common.fp16 and on_cpu, f"--fp16: {_NEEDS_GPU}"),
     )
-    for given, message in refused:
+    more = {
+        "--memory-efficient-fp16": common.memory_efficient_fp16,
+        "--memory-efficient-bf16": common.memory_efficient_bf16,
+    }
+    _refuse_flags(args, cfg, more)
+
+
+def _refuse_flags(args: Namespace, cfg: DictConfig, more: dict[str, bool]) -> None:
+    """Refuses the flags that no method of ours has, and those of ``more`` that are given."""
+    distributed, backend = cfg.distributed_training, cfg.distributed_training.ddp_backend
+    flags = {
+        f"--ddp-backend {backend}": backend in _WAITING_BACKENDS,
+        f"--zero-sharding {distributed.zero_sharding}": distributed.zero_sharding != "none",
+        "--pipeline-model-parallel": distributed.pipeline_model_parallel,
+        "--use-bmuf": cfg.optimization.use_bmuf,
+        "--amp": cfg.common.amp,
+        "--model-parallel-size": cfg.common.model_parallel_size > 1,
+    }
+    _refuse(
+        *((given, f"{flag}: not possible with --optimizer {args.optimizer}") for flag, given in (flags | more).items())
+    )
+
+
+def _refuse(*found: tuple[bool, str]) -> None:
+    for given, message in found:
         if given:
             raise ConfigurationError(message)
 

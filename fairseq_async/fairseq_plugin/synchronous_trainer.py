@@ -16,10 +16,9 @@ from fairseq_async.fairseq_plugin.compat.batches import batches_of_first_epoch, 
 from fairseq_async.fairseq_plugin.compat.checkpoints import (
     checkpoint_errors,
     load_on_every_rank,
+    make_plain,
     plain_config,
-    plain_values,
     rescale_position,
-    write_ranks,
 )
 from fairseq_async.fairseq_plugin.compat.optimizers import build_inner, trainable_parameters
 from fairseq_async.fairseq_plugin.compat.precision import finite_norm, innermost, loss_scale_errors
@@ -123,10 +122,7 @@ class SynchronousTrainer(Trainer):
 
     def state_dict(self) -> StateDict:
         """Returns fairseq's checkpoint, in types that ``torch.load`` trusts."""
-        checkpoint: StateDict = super().state_dict()
-        checkpoint |= {"cfg": self._given, "extra_state": plain_values(checkpoint["extra_state"])}
-        write_ranks(checkpoint["extra_state"], self.data_parallel_world_size)
-        return checkpoint
+        return make_plain(super().state_dict(), self._given, self.data_parallel_world_size)
 
     # One step, in the order of fairseq's train_step: for each batch _prepare_sample and the forward pass; then
     # _aggregate_logging_outputs, all_reduce_grads, clip_grad_norm, the optimizer's step, set_num_updates

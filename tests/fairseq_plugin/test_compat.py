@@ -15,8 +15,8 @@ from fairseq_async.fairseq_plugin.compat.batches import batches_of_first_epoch, 
 from fairseq_async.fairseq_plugin.compat.checkpoints import (
     check_workers,
     checkpoint_errors,
+    make_plain,
     rescale_position,
-    write_ranks,
 )
 from fairseq_async.fairseq_plugin.compat.numpy_names import restore_names
 from fairseq_async.fairseq_plugin.compat.optimizers import betas_as_strings
@@ -48,7 +48,7 @@ def test_empty_batches_are_left_out() -> None:
 def test_another_number_of_ranks_goes_on_at_the_same_batch() -> None:
     """2 ranks, each after 6 batches, are at batch 12: that is batch 4 of each of 3 ranks."""
     extra_state: dict[str, Any] = {"train_iterator": {"iterations_in_epoch": 6}}
-    write_ranks(extra_state, 2)
+    extra_state = make_plain({"extra_state": extra_state}, {}, 2)["extra_state"]
     rescale_position(extra_state, 3)
     assert extra_state["train_iterator"]["iterations_in_epoch"] == 4
 
@@ -56,7 +56,7 @@ def test_another_number_of_ranks_goes_on_at_the_same_batch() -> None:
 def test_positions_of_another_number_of_workers_are_refused() -> None:
     extra_state: dict[str, Any] = {}
     check_workers(extra_state, 3, "of an earlier edition")
-    write_ranks(extra_state, 2)
+    extra_state = make_plain({"extra_state": extra_state}, {}, 2)["extra_state"]
     check_workers(extra_state, 2, "the same")
     with pytest.raises(ConfigurationError, match="FILE is of a run of 2 workers.* has 3.*--reset-dataloader"):
         check_workers(extra_state, 3, "FILE")

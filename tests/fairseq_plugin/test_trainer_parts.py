@@ -17,7 +17,7 @@ from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin.adascale import AdaScaleOptimizer, AdaScaleTrainer
 from fairseq_async.fairseq_plugin.adasum import AdasumOptimizer
 from fairseq_async.fairseq_plugin.asynchronous_trainer import AsynchronousTrainer
-from fairseq_async.fairseq_plugin.compat.checkpoints import write_ranks
+from fairseq_async.fairseq_plugin.compat.checkpoints import make_plain
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.hybrid import HybridAsync, HybridTrainer
 from fairseq_async.fairseq_plugin.local_sgd import LocalSGDTrainer
@@ -218,7 +218,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_where_fairseq_does_not_not
 
 def test_a_tuning_goes_on_with_as_many_workers_as_it_had_and_begins_with_any(monkeypatch: pytest.MonkeyPatch) -> None:
     extra_state: dict[str, Any] = {}
-    write_ranks(extra_state, 2)
+    extra_state = make_plain({"extra_state": extra_state}, {}, 2)["extra_state"]
     monkeypatch.setattr(Trainer, "load_checkpoint", lambda self, filename: extra_state)
     trainer: Any = object.__new__(HybridTrainer)
     trainer.cfg = SimpleNamespace(

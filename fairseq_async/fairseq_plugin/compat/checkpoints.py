@@ -106,9 +106,13 @@ def _no_check(save_dir: str) -> None:
     pass
 
 
-def write_ranks(extra_state: StateDict, ranks: int) -> None:
-    """Adds the number of ranks to what a checkpoint says of the position in the data."""
-    extra_state[_RANKS] = ranks
+def make_plain(checkpoint: StateDict, given: StateDict, ranks: int) -> StateDict:
+    """Returns fairseq's checkpoint in types that torch.load trusts, with the number of ranks that its position is of.
+
+    Args:
+        given: the configuration, from :func:`plain_config`.
+    """
+    return checkpoint | {"cfg": given, "extra_state": plain_values(checkpoint["extra_state"]) | {_RANKS: ranks}}
 
 
 def check_workers(extra_state: StateDict, workers: int, filename: str) -> None:
