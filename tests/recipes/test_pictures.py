@@ -1,0 +1,31 @@
+"""The pictures of the README are of the logs that are kept, and show what the pages say of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.faults_picture import IMAGES, LOG, WORKERS
+from scripts.loss_by_time import CURVES, draw, mean_curve
+
+
+def test_the_curves_end_where_the_page_of_results_says(tmp_path: Path) -> None:
+    synchronous, paper, default = (mean_curve(file, method) for _, file, method, _ in CURVES)
+    assert synchronous[-1] == (2400.0, pytest.approx(0.1131, abs=5e-5))  # 600 steps of the slowest worker's 4 s
+    assert paper[-1][1] == pytest.approx(2.633, abs=5e-4)
+    after_600_steps = next(loss for seconds, loss in default if seconds > 870)
+    assert after_600_steps == pytest.approx(0.1325, abs=5e-5)
+    assert next(seconds for seconds, loss in default if loss <= synchronous[-1][1]) < 2400.0 / 2.1
+    draw(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_the_picture_of_faults_is_of_a_run_that_went_on_after_both() -> None:
+    lines = [json.loads(line) for line in LOG.read_text(encoding="utf-8").splitlines()]
+    killed = {each["killed"]: each["time"] for each in lines if "killed" in each}
+    times = [[each["time"] for each in lines if each.get("worker") == worker] for worker in range(WORKERS)]
+    back = min(time for time in times[1] if time > killed["worker 1"] + 1)
+    for others in (times[0], times[2]):  # they went on in the meantime
+        assert sum(killed["worker 1"] < time < back for time in others) > 20
+    assert all(max(of_worker) > killed["server"] + 5 for of_worker in times)
+    assert 10_000 < (IMAGES / "faults.gif").stat().st_size < 2_000_000 and (IMAGES / "faults.png").is_file()
