@@ -108,6 +108,7 @@ def test_a_digest_tells_batches_apart_whatever_holds_their_tensors() -> None:
     assert digest_of(("text", {"n": 1}), [torch.empty(0)], ids) is None
     assert digest_of(torch.ones(4, 3), torch.ones(4, 3)) is None
     assert digest_of(torch.ones(1, 3), torch.zeros(1, 3)) is not None
+    assert digest_of(*[(ids, torch.ones(2, 3))] * 2) is not None, "one of its tensors has rows that differ"
 
 
 @pytest.mark.parametrize("passes", [range(9), range(0, 90, 10), [0, 1, 7, 8, 3, 2]], ids=["all", "some", "and back"])

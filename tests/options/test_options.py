@@ -171,6 +171,18 @@ def test_options_of_hybrid_that_make_no_sense_are_refused_by_name(given: dict[st
         methods.parse(HybridOptions, given, "here")
 
 
+@pytest.mark.parametrize("kind", ["closes early", "barrier", "local SGD"])
+def test_a_description_as_long_as_another_has_its_length_and_its_table_of_rates(kind: str) -> None:
+    def spec(steps: int) -> MethodSpec:
+        framework: Any = {"learning_rates": [[0.1]] * steps}
+        if kind == "local SGD":
+            return local_sgd_spec(LocalSGDOptions(total_steps=steps), 3, [], None, framework)
+        return hybrid_spec(HybridOptions(barrier=kind == "barrier"), 3, None, framework, steps)
+
+    assert spec(7).total_steps == 7
+    assert spec(7).as_long_as(spec(9)) == spec(9) != spec(7)
+
+
 def test_defaults_that_depend_on_the_number_of_workers_are_numbers_in_the_description() -> None:
     assert hybrid_spec(HybridOptions(barrier=True), 3, None, {}, 0).hybrid.updates_per_step == 3
     assert hybrid_spec(HybridOptions(barrier=True), 3, None, {}, 0).barrier == 3

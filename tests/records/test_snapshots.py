@@ -91,8 +91,13 @@ def directory(path: Path) -> None:
 @pytest.mark.parametrize("spoil", [flip, zero, fifo, directory])
 @pytest.mark.parametrize("resumes", [False, True], ids=["after a death", "the next run"])
 def test_the_older_snapshot_is_used_where_the_newest_is_not_what_was_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None], resumes: bool
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    spoil: Callable[[Path], None],
+    resumes: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("fairseq_async.records.state_files._PIECE", 1000)  # a checksum of several parts
     snapshots = InlineSnapshots(tmp_path)
     for version in (1, 2):
         snapshots.take({"version": version, "parameters": torch.ones(4096)}, version)

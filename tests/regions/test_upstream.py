@@ -2,15 +2,19 @@
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.method.global_server import parse_upstream
+from fairseq_async.method.spec import MOST_LOCAL_STEPS
 from fairseq_async.protocol import Receipt, Report, Status
 from fairseq_async.records.settled import Settled
 from fairseq_async.regions.global_main import GlobalService
+from fairseq_async.regions.regional_service import RegionalService
 from fairseq_async.regions.upstream import GlobalParameters, Upstream
 from fairseq_async.server.coordinator import Coordinator, build_coordinator
 from fairseq_async.server.membership import Membership
@@ -113,8 +117,10 @@ def test_a_region_that_has_lost_the_global_server_goes_on_and_sends_nothing() ->
     coordinator, upstream = begun()
     upstream.join(GlobalParameters(0, 0, False, 0 * ONES), 0.0, fresh=True)
     move(coordinator, upstream)
+    assert upstream.due(1.0) is not None
     upstream.lose()
-    assert upstream.due(1.0) is None and upstream.idle
+    move(coordinator, upstream)
+    assert upstream.due(2.0) is None and upstream.idle and upstream.state_dict()["drift"] is None
 
 
 def test_local_steps_that_were_reported_are_reported_no_second_time() -> None:
@@ -138,6 +144,32 @@ def test_local_steps_that_were_reported_are_reported_no_second_time() -> None:
     move(coordinator, restored)
     drift = restored.due(2.0)
     assert drift is not None and drift.steps == 3
+
+
+def test_more_local_steps_than_a_message_may_have_are_reported_by_the_next_one() -> None:
+    coordinator, upstream = begun()
+    upstream.join(GlobalParameters(3, 7, False, 0 * ONES), 0.0, fresh=True)
+    upstream._unreported = MOST_LOCAL_STEPS + 3
+    move(coordinator, upstream)
+    first = upstream.due(1.0)
+    upstream.merge(GlobalParameters(4, 8, False, 0 * ONES))
+    move(coordinator, upstream)
+    second = upstream.due(2.0)
+    assert first is not None and second is not None
+    assert (first.steps, second.steps) == (MOST_LOCAL_STEPS, 3 + 2 + 2)
+
+
+def test_a_region_that_came_back_sends_what_was_on_its_way() -> None:
+    coordinator, upstream = begun()
+    upstream.join(GlobalParameters(3, 7, False, 0 * ONES), 0.0, fresh=True)
+    move(coordinator, upstream)
+    assert upstream.due(1.0) is not None
+    again, restored = from_snapshot(coordinator, upstream.state_dict())
+    sent: list[Any] = []
+    link, run = SimpleNamespace(send=sent.append), SimpleNamespace(coordinator=again)
+    service: Any = SimpleNamespace(clock=lambda: 2.0, _link=link, _send_if_due=lambda upstream: None)
+    RegionalService._handle_parameters(service, run, restored, GlobalParameters(3, 8, False, ONES))  # type: ignore[arg-type]
+    assert sent == [restored.drift]
 
 
 def test_that_no_region_is_there_is_told_each_time_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

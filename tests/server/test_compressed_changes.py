@@ -99,6 +99,12 @@ def test_a_worker_of_which_nothing_is_known_is_given_int8() -> None:
     assert it.give(0).tolist() == [127.0, 2.0, 3.0, 4.0, 5.0]  # type: ignore[union-attr]
 
 
+def test_of_a_fragment_that_was_given_in_fp32_changes_come_next_and_of_no_other() -> None:
+    it = Server([1.0, 2.0, 3.0, 4.0, 5.0], fragments=2)
+    it.changes.note_taken(0, it.parameters[2:], 3)
+    assert [starts.adds for turn in range(4) if (starts := it.changes.of(0, turn))] == [False, True] * 2
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_parameters_with_nan_have_no_payload_and_those_after_them_have(bad: float) -> None:
     it = Server([1.0, 2.0, 3.0, 4.0, 5.0])

@@ -153,6 +153,10 @@ def test_a_worker_that_computes_comes_back_to_a_new_server_by_itself(start_serve
     wait_until(lambda: first.connection.restored_version == 0)
     assert first.slot.tolist() == [7.0] * LAYOUT.size and not lost
     assert memories_open() == has_open, "the dead server's is closed"
+    first.pull(lambda flat: None)
+    first.connection.channel.end()
+    push(first, 0, 0.5)
+    assert first.connection.restored_version is None, "it is the same server"
     threads = threading.active_count()
     first.leave(finished=False)
     assert threading.active_count() == threads - 1, (

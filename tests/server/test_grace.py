@@ -158,6 +158,7 @@ def test_a_round_waits_for_its_quorum_and_then_for_the_grace_period() -> None:
     assert answered(it.tick(now=33.9)) == []
     assert answered(it.tick(now=34.0)) == [0, 1]
     assert (it.version, it.parameter) == (1, -1.0), "one step of the two"
+    assert answered(it.steps(0, 4, now=40.0)) == [] and it.coordinator.deadline is None, "as in the first round"
 
 
 def test_who_comes_within_the_grace_period_is_in_the_round_and_closes_it() -> None:

@@ -1,5 +1,6 @@
 """Shards on other machines take the steps of a server that is a single process; each is a real process here."""
 
+import math
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,8 +10,9 @@ from threading import Timer
 
 import pytest
 import torch
+from torch import Tensor
 
-from fairseq_async.algorithms import Update
+from fairseq_async.algorithms import NesterovMomentum, Update
 from fairseq_async.errors import ExchangeError, HalfAppliedError, RefusedError
 from fairseq_async.exchange.channel import Channel
 from fairseq_async.method.spec import MethodSpec, local_sgd_spec
@@ -26,6 +28,7 @@ from fairseq_async.server.plan import Build
 from fairseq_async.server.programs import gradient_main, local_sgd_main
 from fairseq_async.server.shards import calls
 from fairseq_async.server.shards.build import close_shards
+from fairseq_async.server.shards.held_part import HeldPart
 from fairseq_async.server.shards.part import ShardPart
 from fairseq_async.server.shards.remote import HostConnector, connect_hosts
 from fairseq_async.worker.connection.client import Client
@@ -128,18 +131,22 @@ def test_a_server_goes_on_from_a_state_also_with_other_hosts(method: str, hosts:
     def spec(given: ServerOptions) -> MethodSpec:
         return hybrid(given, look_ahead="auto") if method == "hybrid" else local_sgd(given, method)
 
+    def starts(made: ServedByHosts) -> list[Tensor]:
+        return [made.start(0), made.start(1, look_ahead=2.0 * (method == "hybrid"))]
+
     with ServedByHosts(build, spec(server_options(hosts.addresses)), tmp_path) as first:
         first.push(0, 3)  # one waits for its step
         torch.save(first.server.state_dict(), path)
+        expected = starts(first)
         first.push(3, 4)
-        expected = torch.stack([first.start(0), first.start(1, look_ahead=2.0 * (method == "hybrid"))])
+        expected += starts(first)
     for given in (server_options(hosts.addresses[::-1]), ServerOptions(server_shards="3")):
         with ServedByHosts(build, spec(given), tmp_path) as second:
             state = torch.load(path, weights_only=True)
             second.server.load_state_dict(state)
+            found = starts(second)
             second.push(3, 4)
-            found = torch.stack([second.start(0), second.start(1, look_ahead=2.0 * (method == "hybrid"))])
-            assert torch.equal(found, expected)
+            assert all(map(torch.equal, found + starts(second), expected))
 
 
 def test_a_start_ahead_of_the_first_version_is_that_version(hosts: ShardHosts, tmp_path: Path) -> None:
@@ -225,6 +232,16 @@ def test_what_is_left_of_a_lost_connection_changes_no_update(hosts: ShardHosts, 
     with ServedByHosts(gradient_main.build, hybrid(ServerOptions()), tmp_path) as alone:
         alone.push(0, 2)
         assert torch.equal(alone.start(0), found)
+
+
+def test_the_room_of_an_update_that_has_not_come_to_its_end_is_not_used_again() -> None:
+    """The connection before may still write there; of one that is whole it is, and that update is no longer there."""
+    held = HeldPart(NesterovMomentum(1.0, 0.0, 1), torch.zeros(4), slice(0, 1), keeps_last_step=False)
+    half = held.place_for(0)
+    whole = held.place_for(0)
+    held.note_placed(0, 5)
+    assert half is not whole and held._update(0, 5) is whole is held.place_for(0)
+    assert math.isnan(held.measure(0, 5))
 
 
 def test_a_worker_that_lies_loses_its_connection_and_no_other(hosts: ShardHosts, tmp_path: Path) -> None:

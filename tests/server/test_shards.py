@@ -193,9 +193,15 @@ def test_a_shard_ends_although_a_process_that_was_forked_later_has_its_socket() 
     os.close(later)
 
 
-def test_epochs_and_limits_of_rounds_reach_every_shard(tmp_path: Path) -> None:
+def test_epochs_and_limits_of_rounds_reach_every_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = [[0.5, 0.5], [0.25, 0.25]]  # of both groups, for the first step and all later ones
-    parameters = []
+    parameters, called, call = [], list[tuple[Any, ...]](), ShardProcess.call
+
+    def noted(of: ShardProcess, method: Callable[..., Any], *given: Any, **rest: Any) -> None:
+        called.append((method.__name__, *given))
+        call(of, method, *given, **rest)
+
+    monkeypatch.setattr(ShardProcess, "call", noted)
     for shards in (1, 2):
         with served(gradient_main.build, hybrid(shards, replace(ADAM, learning_rates=rates)), tmp_path) as made:
             assert isinstance(made.plan, EpochPlan)
@@ -206,6 +212,7 @@ def test_epochs_and_limits_of_rounds_reach_every_shard(tmp_path: Path) -> None:
             assert (made.plan.schedule.learning_rate, made.plan.schedule.steps) == (0.25, 2.0)
             parameters.append(made.parameters.clone())
     assert torch.equal(*parameters)
+    assert {("limit_round", 1), ("begin_epoch", 1), ("end_epoch", 1, 2.0)} <= set(called)
 
 
 def test_more_shards_than_tensors_are_refused(tmp_path: Path) -> None:

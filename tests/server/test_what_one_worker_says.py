@@ -110,10 +110,10 @@ def test_tensors_that_cannot_be_are_refused(service: Service, shape: tuple[int, 
     assert service.run is None
 
 
-POSITIONS = ["9" * 700, "[" * 100 + "]" * 100, '"' + "x" * 40_000 + '"']
+POSITIONS = ["9" * 700, str(1 << 63), "[" * 100 + "]" * 100, '"' + "x" * 40_000 + '"']
 
 
-@pytest.mark.parametrize("position", POSITIONS, ids=["digits", "depth", "size"])
+@pytest.mark.parametrize("position", POSITIONS, ids=["digits", "bits", "depth", "size"])
 def test_a_position_that_could_not_be_read_back_is_refused(service: Service, position: str) -> None:
     service.run_dir.mkdir()
     first = begun(service)

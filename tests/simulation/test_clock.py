@@ -98,5 +98,5 @@ def test_steps_together_take_the_sum_of_theirs(tmp_path: Path) -> None:
     for kind in ({"distribution": "lognormal", "spread": 0.8}, {"distribution": "exponential"}):
         speed = Speed(Distribution.model_validate(kind | {"mean": 0.5}), worker=1, seed=3)
         drawn = torch.tensor([speed.of_steps(16 * number, 16) for number in range(2000)])
-        assert drawn.mean() == pytest.approx(16 * speed.mean, rel=0.02)
+        assert drawn.mean() == pytest.approx(16 * speed.mean, rel=0.02) and speed.of_steps(17, 1) == speed.of_step(17)
         assert drawn.std() / drawn.mean() == pytest.approx(kind.get("spread", 1.0) / 4, rel=0.07)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fairseq_async.worker.changes import ParameterWatch
+from fairseq_async.worker.changes import LoopWatch, ParameterWatch
 
 
 def swap_rows(weight: Tensor) -> None:
@@ -40,3 +40,11 @@ def test_a_changed_parameter_is_named(change: Callable[[Tensor], object], dtype:
     watch.note()
     net[0].weight.data = before
     assert watch.changed() is None
+
+
+def test_passes_are_counted_from_the_last_step() -> None:
+    watch = LoopWatch(lambda: [], [])
+    for _ in range(3):
+        watch.step()
+        assert not any(watch.count_pass() for _ in range(7))
+    assert watch.count_pass()

@@ -328,6 +328,9 @@ def test_a_residual_is_sent_by_whatever_codec_the_run_goes_on_with(tmp_path: Pat
         assert payload is not None
         if after._parts[0].feedback is not None:
             assert after.decode(payload, 3, Push(1, 1, 1.0))[1] == pytest.approx(-4.0, rel=0.1)
+        one.client.compressor.encode(Push(1, 1, 1.0), torch.tensor([0.0, 0.0, 5.0]))  # and is saved on its way
+        assert after.load_state_dict(one.client.compressor.state_dict(), 1)
+        assert after._parts[0].feedback is None or after._parts[0].feedback.state_dict()["update"] is None
 
 
 def test_dqsgd_with_other_bits_measures_its_norm_anew(tmp_path: Path) -> None:

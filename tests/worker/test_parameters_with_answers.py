@@ -119,11 +119,14 @@ def test_parameters_that_are_lost_behind_their_answer_are_asked_for(
     assert [event.sequence for event in cut] == [event.sequence for event in events]
 
 
-def test_hybrid_workers_have_parameters_behind_the_answer_to_a_step(tmp_path: Path, pulls: list[int]) -> None:
+@pytest.mark.parametrize(("look_ahead", "starts"), [(0.0, [1.0, 2.0, 2.0, 3.0, 3.0]), (1.0, [1.0, 3.0, 3.0, 4.0, 4.0])])
+def test_hybrid_workers_have_parameters_behind_the_answer_to_a_step(
+    tmp_path: Path, pulls: list[int], look_ahead: float, starts: list[float]
+) -> None:
     """A gradient that completes no step is answered without any: what its worker has is the newest."""
     server = ThreadServer(1, tmp_path, "127.0.0.2", build)
     try:
-        job = HybridJob(join(server, 0, updates_per_step=2, last_version=3))
+        job = HybridJob(join(server, 0, updates_per_step=2, last_version=3, look_ahead=look_ahead))
         given = []
         while not job.worker.finished:
             job.backward(-torch.ones(2, 2), torch.zeros(2))
@@ -132,4 +135,4 @@ def test_hybrid_workers_have_parameters_behind_the_answer_to_a_step(tmp_path: Pa
             given.append(job.parameters()[0])
     finally:
         server.stop()
-    assert given == [1.0, 2.0, 2.0, 3.0, 3.0, 4.0] and len(pulls) == 2
+    assert given == [*starts, 4.0] and len(pulls) == 2

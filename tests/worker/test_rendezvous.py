@@ -48,7 +48,10 @@ def test_the_number_of_ranks_of_this_machine_is_what_deepspeed_says(monkeypatch:
     found = WorkerContext.find()
     assert (found.global_rank, found.workers, found.several_machines, found.has_store) == (1, 4, False, True)
     monkeypatch.setenv("LOCAL_SIZE", "2")
-    assert WorkerContext.find(island_size=2).several_machines
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    found = WorkerContext.find(island_size=2)
+    assert (found.worker, found.rank, found.local_rank, found.several_machines) == (1, 1, 0, True)
 
 
 def test_an_island_without_a_launcher_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
