@@ -91,6 +91,8 @@ class MethodSpec:
         waits_for_dead: whether a round waits ``worker_timeout`` also for a worker whose connection has closed.
         publishes: whether the server publishes parameters in shared memory, where workers read them at any time.
         last_version: the run ends at this version of the parameters; None for no such limit.
+        micro_batches: how many of them a worker's gradient is of on average, where the server assigns them by speed;
+            0 where it does not.
         whole_steps: where steps may be partial, the run ends after this number of whole steps; 0 for no such limit.
         max_epoch: the run ends after so many passes over the data by all workers together; 0 for no such limit.
         shards: number of samples in each shard of the training set; empty where workers bring their own data.
@@ -113,6 +115,7 @@ class MethodSpec:
     waits_for_dead: bool = True
     publishes: bool = True
     last_version: int | None = None
+    micro_batches: int = 0
     whole_steps: int = 0
     max_epoch: int = 0
     shards: Annotated[list[int], FailFast()] = field(default_factory=list)
@@ -261,6 +264,7 @@ def hybrid_spec(
         closes_early=filled.closes_early,
         look_ahead=0.0 if filled.barrier else filled.look_ahead,
         waits_for_dead=not filled.closes_early,
+        micro_batches=filled.micro_batches if filled.shares == "auto" else 0,
         last_version=None if filled.closes_early else total_steps or None,
         whole_steps=total_steps if filled.closes_early else 0,
         max_epoch=max_epoch,

@@ -256,6 +256,14 @@ class HybridOptions(Options):
         description="hold the gradients until updates_per_step workers, by default all, have sent one, then step: "
         "with all workers, synchronous SGD",
     )
+    micro_batches: int = Field(
+        1, ge=1, le=1 << 16, description="batches of a worker in a step, on average of all workers"
+    )
+    shares: Literal["equal", "auto"] = Field(
+        "equal",
+        description="how the micro_batches of a step are divided among the workers; auto: by their speeds, so that "
+        "all are done at about the same time",
+    )
     compress: Compression = Field(Compress(), description=_COMPRESS_HELP, json_schema_extra=_COMPRESS)
     total_steps: int = Field(0, ge=0, description="steps of the server in the whole run; 0 for no end")
     seed: int = Field(1, ge=0, description="seed of the order of the data")
@@ -274,6 +282,8 @@ class HybridOptions(Options):
     def _waits_for_somebody(self) -> "HybridOptions":
         if self.barrier and self.look_ahead:
             raise ValueError(f"{option('look_ahead')} is for runs without {option('barrier')}: leave it out")
+        if self.shares == "auto" and self.micro_batches == 1:
+            raise ValueError(f"{option('shares')} is auto: give {option('micro_batches')} of at least 2 to be divided")
         return self
 
     @property
@@ -285,9 +295,18 @@ class HybridOptions(Options):
         """Returns the options with the number of gradients that a barrier waits for filled in.
 
         Raises:
-            ConfigurationError: a barrier would wait for more workers than there are.
+            ConfigurationError: a barrier would wait for more workers than there are, or a step is not of all workers.
         """
         updates = self.updates_per_step or workers
+        if self.shares == "auto" and not self.barrier:  # a partial step counts gradients, whatever they are of
+            raise ConfigurationError(
+                f"{option('shares')} is auto: give {option('barrier')}, so that each step is of all workers"
+            )
+        if self.shares == "auto" and self.updates_per_step not in (None, workers):
+            raise ConfigurationError(
+                f"{option('updates_per_step')} is {updates}: with {option('shares')} auto, a step is divided among all "
+                "workers; leave it out"
+            )
         if self.barrier and updates > workers:
             raise ConfigurationError(
                 f"{option('updates_per_step')} is {updates}: with {option('barrier')} there are only {workers} "

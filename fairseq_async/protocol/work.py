@@ -51,6 +51,7 @@ class Report:
         residual_norm: L2 norm of the part of earlier updates that was not sent, where the worker keeps it.
         payload: checksum of a compressed update, as it has arrived at the server.
         start_payload: checksum of the compressed parameters that this work started from; None where they came in fp32.
+        micro_batches: how many of them this gradient is of, where the server assigns them.
         missing: the tensors of the layout that have no gradient in this update, as bits
             (:mod:`~fairseq_async.algorithms.missing`) in hexadecimal digits; None where all have one.
         first_batch: digest of the worker's first batches, with its first or second update, where they are known.
@@ -72,6 +73,7 @@ class Report:
     progress_per_step: float | None = None
     server_seconds: Seconds | None = None
     look_ahead: Seconds | None = None
+    micro_batches: Count | None = None
     bytes_sent: Count | None = None
     bytes_received: Count | None = None
     residual_norm: Seconds | None = None
@@ -95,6 +97,7 @@ class Assignment:
         total_progress: position of the whole run, in mean local steps of a worker, or in steps of the server.
         idle: whether nothing is left for this worker to do while the others do their work.
         look_ahead: how many versions ahead of the server's to start.
+        micro_batches: how many of them to accumulate for the next gradient; 0 where the worker decides.
     """
 
     learning_rate: float | None = None
@@ -106,3 +109,4 @@ class Assignment:
     total_progress: float = 0.0
     idle: bool = False
     look_ahead: float = 0.0
+    micro_batches: int = 0

@@ -67,6 +67,12 @@ class AsyncCallback(TrainerCallback):
             raise ConfigurationError(
                 "AsyncCallback: under torchrun the Trainer is synchronous; start the script with fairseq-async launch"
             )
+        for key in ("shares", "micro_batches"):
+            if key in options:
+                raise ConfigurationError(
+                    f"AsyncCallback: {key} is not supported: the Trainer accumulates gradient_accumulation_steps "
+                    "batches on every worker; leave it out"
+                )
         self.method, self.options = method, options
         self._resumed_from = None if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
         self._context = WorkerContext.find()

@@ -24,6 +24,7 @@ from fairseq_async.pytorch.brought_state import (
     checksum_of_moments,
     warn_of_missing_moments,
 )
+from fairseq_async.pytorch.micro_batches import BackwardPasses
 from fairseq_async.pytorch.options import parse_options
 from fairseq_async.pytorch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
 from fairseq_async.pytorch.schedules import one_for_each
@@ -78,6 +79,8 @@ class HybridAsync(AsyncTraining):
             several optimizers a list, with None for those without one.
         clip_norm: largest L2 norm of the mean gradient that the server steps with, of each optimizer by itself; 0 does
             not clip.
+        micro_batches: one of the options: how many batches a step has of each worker, on average. At 2 or more, divide
+            each loss by ``worker.micro_batches``, and call ``optimizer.step()`` when ``worker.step_is_due``.
         options: those of ``hybrid_async`` and of the server, see docs/pytorch.md.
     """
 
@@ -106,6 +109,7 @@ class HybridAsync(AsyncTraining):
         if len(self._parts) > 1:
             self._check_several()
         self._check_rates()
+        self._passes = BackwardPasses() if self.options.micro_batches > 1 else None
         self._hybrid: HybridWorker | None = None
         self._ended: list[_Part] = []  # the optimizers with a step after the end of the run
 
@@ -122,6 +126,16 @@ class HybridAsync(AsyncTraining):
     def learning_rate(self) -> float:
         """Learning rate of the first parameter group in the server's next step."""
         return self.async_worker.learning_rate
+
+    @property
+    def micro_batches(self) -> int:
+        """How many batches this worker's next gradient is to be the mean of; it changes with ``optimizer.step()``."""
+        return self.async_worker.micro_batches or self.options.micro_batches
+
+    @property
+    def step_is_due(self) -> bool:
+        """Whether ``backward`` was called for all micro-batches of the step."""
+        return self._passes is None or self._passes.count >= self.micro_batches
 
     def describe(self, workers: int) -> MethodSpec:
         steps, inner = self.options.total_steps, [part.inner.to_json() for part in self._parts]
@@ -156,6 +170,8 @@ class HybridAsync(AsyncTraining):
             part.optimizer.state = part.state
             warn_of_missing_moments(part.optimizer, "worker.state_dict(), too", lambda: self.of_trainer)
         before = [part.optimizer.register_step_pre_hook(self._exchange) for part in self._parts]
+        if self._passes is not None:
+            before += self._passes.add_hooks(self._named)
         after = [part.optimizer.register_step_post_hook(part.give_back) for part in self._parts]
         for part, handle in zip(self._parts, after, strict=True):  # the script's own are to find the gradients
             cast(OrderedDict[int, Any], part.optimizer._optimizer_step_post_hooks).move_to_end(handle.id, last=False)
@@ -185,6 +201,8 @@ class HybridAsync(AsyncTraining):
                 return drop_gradients(part.named)
             return self._leave_out_after_end()
         gradients = step_gradients(part.named)
+        if self._passes is not None and gradients:
+            self._passes.check(self.micro_batches)
         if gradients and not is_skipped_by_scaler(optimizer):
             if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # a fused optimizer would divide by it
                 for gradient in gradients:
@@ -198,7 +216,7 @@ class HybridAsync(AsyncTraining):
 
     def _push(self, norm: float) -> None:
         loss = self._take_loss()
-        self.async_worker.step(1.0, None if loss is None else float(loss), norm)
+        self.async_worker.step(float(self.micro_batches), None if loss is None else float(loss), norm)
 
     def _check_rates(self) -> None:
         for part in self._parts:
@@ -220,6 +238,8 @@ class HybridAsync(AsyncTraining):
             )
         if options.look_ahead:
             raise ConfigurationError(f"look_ahead is {options.look_ahead}: {several}, leave it out")
+        if options.micro_batches > 1:
+            raise ConfigurationError(f"micro_batches is {options.micro_batches}: {several}, leave it out")
 
 
 class _Part:

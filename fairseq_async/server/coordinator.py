@@ -20,6 +20,7 @@ from fairseq_async.server.rounds.near_arrivals import NearArrivals
 from fairseq_async.server.rounds.waiting import OPEN, Waiting
 from fairseq_async.server.shards.divided_server import DividedServer
 from fairseq_async.server.shards.rule import ShardedRule
+from fairseq_async.server.shares import Shares
 
 _MOST_EVENTS = 64  # control events between two updates; they are all kept until the next update, as a replay needs them
 
@@ -34,6 +35,7 @@ class Coordinator:
         membership: the workers; the caller notes in it who connects and who leaves.
         waiting: decides how long a round, or a step, stays open.
         look_ahead: decides how far ahead workers start whose updates are stale.
+        shares: divides the micro-batches of a step among the workers.
 
     Attributes:
         finished: whether the run has taken its last step, or :meth:`end` was called.
@@ -48,9 +50,10 @@ class Coordinator:
         membership: Membership,
         waiting: Waiting,
         look_ahead: LookAhead,
+        shares: Shares,
     ) -> None:
         self.server, self.plan, self.membership = server, plan, membership
-        self.waiting, self.look_ahead = waiting, look_ahead
+        self.waiting, self.look_ahead, self.shares = waiting, look_ahead, shares
         self.finished = self._ended = False
         self.positions: dict[int, JsonObject | None] = {}
         self._pending: dict[int, Report] = {}  # of each worker that waits for a receipt
@@ -81,6 +84,7 @@ class Coordinator:
         """
         receipt = self.server.push(update, norm)
         self._pending[update.worker] = report
+        self.shares.arrive(update.worker, now)
         if receipt.status is not Status.HELD:
             return self._go_on(now, [receipt])
         self.held_since[receipt.worker] = now
@@ -98,8 +102,9 @@ class Coordinator:
 
     def instruct(self, worker: int, receipt: Receipt | None, now: float) -> Instruction:
         """Returns the answer to a worker, with its next work; the work begins now."""
-        self.waiting.begin_work(worker, now)
-        assignment = replace(self.plan.assign(worker), look_ahead=self.look_ahead.of(worker))
+        number = self.shares.begin(worker, now) if self.shares.micro_batches else 0
+        self.waiting.begin_work(worker, now, number or 1)
+        assignment = replace(self.plan.assign(worker), look_ahead=self.look_ahead.of(worker), micro_batches=number)
         return Instruction(worker, receipt, assignment, self.finished)
 
     def rejected(self, worker: int, now: float, sequence: int | None = None) -> Instruction:
@@ -140,6 +145,7 @@ class Coordinator:
         """Goes on without a worker that takes no further step."""
         self.plan.release(worker)
         self.look_ahead.remove_worker(worker)
+        self.shares.remove_worker(worker)
         self.waiting.remove_worker(worker)
         return self._go_on(now, self._recounted(now, changed=True)) + self._end_if_all_wait(now)
 
@@ -263,6 +269,8 @@ class Coordinator:
             if waits:
                 waiting.append(receipt)
         self.finished = self.finished or self.server.finished or self.plan.finished
+        if waiting and self.shares.micro_batches:
+            self._divide(now)
         for receipt in waiting:
             try:
                 outcome.instructions.append(self.instruct(receipt.worker, receipt, now))
@@ -270,6 +278,14 @@ class Coordinator:
                 outcome.failures.append((receipt.worker, error))
         if self.finished:
             outcome.instructions += self._reject_waiting(now)
+
+    def _divide(self, now: float) -> None:
+        """Divides the micro-batches of the next step among the workers that will send something."""
+        members = self.membership
+        here = [worker for worker, member in members.members.items() if member.ready and member.pending != "end"]
+        workers = set(here) - members.silent(now)
+        total = max(len(workers), min(len(members.joined), members.announced))  # the step of those that are gone stays
+        self.shares.divide(workers, total, now)
 
     def _count(self, receipt: Receipt, report: Report) -> None:
         """Counts the work of an update that was settled; last in the plan, which may fail."""
@@ -327,6 +343,7 @@ class Coordinator:
             "positions": self.positions,
             "plan": self.plan.state_dict(),
             "look_ahead": self.look_ahead.state_dict(),
+            "shares": self.shares.state_dict(),
             "merged": self._merged,
         }
 
@@ -342,6 +359,8 @@ class Coordinator:
         self.positions = dict(state["positions"])
         self.look_ahead.load_state_dict(state.get("look_ahead", NOTHING_MEASURED))  # not in the first edition
         self.look_ahead.follow(self.server.version, self.server.parameters)
+        if "shares" in state:  # not in an older snapshot
+            self.shares.load_state_dict(state["shares"])
         self._answered = dict(state.get("answered", {}))
         self._merged = list(state.get("merged", []))
         self._ended = bool(state.get("ended"))
@@ -374,4 +393,4 @@ def build_coordinator(
         waiting = NearArrivals(spec.grace_share, spec.grace_period)
     elif spec.quorum:
         waiting = Quorum(spec.quorum, spec.grace_period or 0.0, plan)
-    return Coordinator(server, plan, membership, waiting, LookAhead(spec.look_ahead))
+    return Coordinator(server, plan, membership, waiting, LookAhead(spec.look_ahead), Shares(spec.micro_batches))

@@ -67,7 +67,7 @@ def build_method(
         return _of_ranks(ranks, method, experiment, workers, parameters, inner)
     options = options.model_copy(update={"seed": experiment.seed})
     # as in a real run, the schedule counts the server's steps, whatever the number of gradients in one
-    steps = max(1, experiment.steps * workers // (options.updates_per_step or workers))
+    steps = max(1, experiment.steps * workers // ((options.updates_per_step or workers) * options.micro_batches))
     rate = LearningRate(experiment.schedule, method.optimizer.lr, steps)
     spec = hybrid_spec(options, workers, None, {}, steps)
     clip_norm = method.optimizer.clip_norm

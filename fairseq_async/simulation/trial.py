@@ -63,6 +63,7 @@ class Trial:
         self.parameters = start.clone()
         built = build_method(method, experiment, cluster.workers, model.order.sizes, self.parameters, model.layout)
         self.spec, self.rule, self.sends_gradients = built.spec, built.rule, built.sends_gradients
+        self._micro_batches = getattr(method.options, "micro_batches", 1)
         # no timeouts, because no simulated worker is silent: it is there, or it has died
         self.membership = Membership(cluster.workers, now=0.0, timeout=inf, arrival_timeout=inf)
         self.coordinator = build_coordinator(built.spec, built.rule, built.plan, self.parameters, self.membership)
@@ -195,6 +196,7 @@ class Trial:
             shard=worker.id if self.sends_gradients else assignment.shard,
             tokens=tokens,
             look_ahead=assignment.look_ahead or None,
+            micro_batches=assignment.micro_batches or None,
             bytes_received=pulled,
             start_payload=checksum(payload),
         )
@@ -254,9 +256,11 @@ class Trial:
         start = self._start(assignment) if given is None else given
         self.server.note_pull(worker.id, start)
         if self.sends_gradients:
+            batches = assignment.micro_batches or self._micro_batches
+            number = worker.sequence if self._micro_batches == 1 else worker.drawn
             with self._computing_at(start):
-                loss = self.model.gradient(worker, worker.id, worker.sequence)
-            return 1, loss, worker.weight
+                loss = self.model.gradient(worker, worker.id, number, batches)
+            return batches, loss, worker.weight
         clip_norm = self.method.optimizer.clip_norm
         losses, tokens = self.model.local_steps(worker, start, assignment, self.rate, clip_norm)
         return assignment.local_steps, sum(losses) / assignment.local_steps, tokens
@@ -306,6 +310,7 @@ class Trial:
                 self.tokens += report.tokens or 0.0
             self.write(self.clock.now, receipt, report, settled.recorded | self._gain())
             worker.sequence += 1
+            worker.drawn += report.local_steps or 0
         if not self.finished:
             for instruction in outcome.instructions:
                 self._instruct(instruction)
@@ -330,6 +335,7 @@ class Trial:
             "coordinator": self.coordinator.state_dict(),
             "membership": self.membership.state_dict(),
             "waiting": self.coordinator.waiting.state_dict(),
+            "shares_begun": self.coordinator.shares.begun,
             "barrier": self.coordinator.waiting.size,
             "held": {worker: (since[worker], version) for worker, version in sorted(self.server.held_from.items())},
             "clock": self.clock.state_dict(),
@@ -355,6 +361,7 @@ class Trial:
             self.coordinator.await_workers(state["barrier"])
         for held, (since, version) in state["held"].items():  # not in the server's state: held anew
             self.coordinator.hold(_update(self.workers[held]), self.workers[held].report, since, version)
+        self.coordinator.shares.begun = dict(state.get("shares_begun", {}))
         self.coordinator.waiting.load_state_dict(state["waiting"])  # last: a period ends where no update is held
 
 

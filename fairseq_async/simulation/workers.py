@@ -64,6 +64,7 @@ class LogicalWorker:
         compressor: the compressor of its updates; None where they are sent in fp32.
         streamed: its parameters between two exchanges, where fragments are exchanged.
         number: its number among the workers of all regions.
+        drawn: number of batches in its settled updates.
     """
 
     id: int
@@ -79,6 +80,7 @@ class LogicalWorker:
     compressor: Compressor | None = None
     streamed: StreamedParameters | None = None
     number: int = 0
+    drawn: int = 0
 
     def compress(self) -> None:
         """Replaces ``delta`` by what the server will decode from its bytes, and reports their number."""
@@ -139,17 +141,24 @@ class SharedModel:
         for view, parameter in zip(self.layout.views(flat), self.parameters, strict=True):
             parameter.data = view
 
-    def gradient(self, worker: LogicalWorker, shard: int, number: int) -> float:
-        """Writes the mean gradient at the current parameters, of the shard's ``number``-th batch, into
+    def gradient(self, worker: LogicalWorker, shard: int, number: int, batches: int = 1) -> float:
+        """Writes the mean gradient at the current parameters, of so many batches from the shard's ``number``-th, into
         ``worker.delta``; returns the loss."""
         worker.delta.zero_()
         for view, parameter in zip(self.layout.views(worker.delta), self.parameters, strict=True):
             parameter.grad = view
-        loss, worker.weight = self._loss(worker, shard, number, 0)
-        loss.backward()
+        total = worker.weight = 0.0
+        for batch in range(batches):
+            loss, weight = self._loss(worker, shard, number + batch, batch)
+            loss = loss if batches == 1 else loss * weight
+            loss.backward()
+            total, worker.weight = total + float(loss.detach()), worker.weight + weight
         for parameter in self.parameters:
             parameter.grad = None
-        return float(loss.detach())
+        if batches > 1:
+            worker.delta.div_(worker.weight)
+            total /= worker.weight
+        return total
 
     def local_steps(
         self, worker: LogicalWorker, start: Tensor, assignment: Assignment, rate: LearningRate, clip_norm: float

@@ -37,6 +37,7 @@ class HybridWorker(AsyncWorker):
     Attributes:
         shard: this worker's part of the training set, of which it has drawn ``offset`` batches.
         weight: of the gradients of :meth:`step`, where it is not the number of their samples, as that of their tokens.
+        micro_batches: how many of them the next gradient is to be of; 0 where this worker decides.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class HybridWorker(AsyncWorker):
         self._begun: tuple[int, Transfer] | None = None  # the slot's address, and the gradients on their way there
         self.learning_rate = self._steps = 0.0
         self.weight: float | None = None
+        self.micro_batches = 0
         self._partial_steps = False
         self.last = {"staleness": 0.0, "push_seconds": 0.0, "pull_seconds": 0.0}
 
@@ -143,6 +145,7 @@ class HybridWorker(AsyncWorker):
             push_seconds=self.last["push_seconds"],
             pull_seconds=self.last["pull_seconds"],
             look_ahead=self.look_ahead or None,
+            micro_batches=self.micro_batches or None,
             missing=f"{missing:x}" if missing else None,
             first_batch=self.batches.take(),
         )
@@ -183,6 +186,7 @@ class HybridWorker(AsyncWorker):
 
     def _note(self, assignment: Assignment) -> None:
         self.learning_rate, self._steps = assignment.learning_rate or 0.0, assignment.total_progress
+        self.micro_batches = assignment.micro_batches
 
     def start(self, look_ahead: float = 0.0) -> None:
         """Takes the server's parameters, or parameters ``look_ahead`` versions ahead of them; at the end of the run,

@@ -55,7 +55,7 @@ class Gradient:
 class NoGradients(SharedModel):
     """A model that computes no gradients, to find only the order in which they arrive."""
 
-    def gradient(self, worker: LogicalWorker, shard: int, number: int) -> float:
+    def gradient(self, worker: LogicalWorker, shard: int, number: int, batches: int = 1) -> float:
         worker.weight = 1.0
         return 0.0
 

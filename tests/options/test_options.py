@@ -75,7 +75,7 @@ def hybrid(draw: st.DrawFn) -> MethodSpec:
 
 
 # version 0.1 did not have them
-_OF_CLOSED_STEPS = ("closes_early", "grace_share", "look_ahead", "whole_steps", "quorum", "counts_in_rounds")
+_LATER = ("closes_early", "grace_share", "look_ahead", "whole_steps", "quorum", "counts_in_rounds", "micro_batches")
 
 
 def as_version_0_1(spec: MethodSpec) -> dict[str, Any]:
@@ -83,12 +83,12 @@ def as_version_0_1(spec: MethodSpec) -> dict[str, Any]:
     shown = {each.name: getattr(spec, each.name) for each in fields(spec)}
     short = {"power": "staleness_power", "limit": "staleness_limit", "compensation": "delay_compensation"}
     staleness = {key: shown.pop(name) for key, name in short.items()}
-    options = {key: value for key, value in shown.pop("options").items() if key not in _OF_CLOSED_STEPS}
+    options = {key: value for key, value in shown.pop("options").items() if key not in _LATER}
     levels = options | asdict(shown.pop("server")) | shown.pop("framework")
     if spec.method == "hybrid_async":
-        unused = {"grace_period", "waits_for_dead", "publishes", "shards", *_OF_CLOSED_STEPS}
+        unused = {"grace_period", "waits_for_dead", "publishes", "shards", *_LATER}
         return {key: value for key, value in shown.items() if key not in unused} | levels
-    for name in ("last_version", *_OF_CLOSED_STEPS):
+    for name in ("last_version", *_LATER):
         del shown[name]
     return shown | {"grace": shown.pop("grace_period"), "lateness": staleness} | levels
 
@@ -100,7 +100,7 @@ def test_a_description_is_read_back_from_both_formats(spec: MethodSpec) -> None:
     assert MethodSpec.from_json(now) == spec
     old = {key: value for key, value in spec.options.items() if key in MethodSpec.from_json(then).options}
     assert MethodSpec.from_json(then) == replace(spec, options=old, counts_in_rounds=False)
-    assert set(spec.options) - set(old) <= {"look_ahead"}
+    assert set(spec.options) - set(old) <= {"look_ahead", "micro_batches"}
 
 
 @given(local_sgd())

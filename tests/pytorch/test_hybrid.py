@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import (
 
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
 from fairseq_async.server.programs import gradient_main, local_sgd_main
+from fairseq_async.server.shares import Shares
 from tests.helpers.thread_workers import ThreadWorkers
 
 Start = Callable[..., ThreadWorkers]
@@ -41,7 +42,8 @@ def model_of(seed: int = 0) -> nn.Module:
 
 def loss_of(model: nn.Module, worker: int, step: int) -> Tensor:
     inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * worker + step))
-    return nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True).sin())
+    outputs = model(inputs.to(next(model.parameters()).dtype))
+    return nn.functional.mse_loss(outputs, inputs.sum(1, keepdim=True).sin().to(outputs.dtype))
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -333,7 +335,7 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Optimizer], dict[str, Any], str]] =
     "a name that is misspelt": (
         ADAM,
         {"total_step": 3},
-        "total_step; known are barrier, compress, look_ahead, seed, total_steps",
+        "total_step; known are barrier, compress, look_ahead, micro_batches, seed",
     ),
     "a bad value": (ADAM, {"updates_per_step": 0}, "updates_per_step: Input should be greater"),
     "a server's bad value": (ADAM, {"snapshot_seconds": -1}, "snapshot_seconds: Input should be"),
@@ -382,3 +384,62 @@ def test_what_is_outside_of_the_block_or_no_state_is_one_line(capsys: pytest.Cap
             use()
         (line,) = capsys.readouterr().err.splitlines()
         assert said in line
+
+
+def accumulating(team: ThreadWorkers, taken: list[list[int]], **options: Any) -> list[Tensor]:
+    """Where each worker ends; ``taken`` gets the number of micro-batches of each of its steps."""
+
+    def train(worker: int) -> Tensor:
+        model = model_of()
+        optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+        with HybridAsync(model, optimizer, barrier=True, micro_batches=4, total_steps=STEPS, **options) as training:
+            number = 0
+            while not training.finished:
+                (loss_of(model, worker, number) / training.micro_batches).backward()
+                number += 1
+                if training.step_is_due:
+                    taken[worker].append(training.micro_batches)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return flat(model)
+
+    return team.run(train)
+
+
+def of_steps(taken: list[list[int]]) -> Tensor:
+    """Where synchronous training in float64 ends that takes the same micro-batches in the same steps."""
+    model, drawn = model_of().double(), [0, 0]
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in zip(*taken, strict=True):
+        optimizer.zero_grad()
+        for worker, count in enumerate(step):
+            for number in range(drawn[worker], drawn[worker] + count):
+                (loss_of(model, worker, number) / sum(step)).backward()
+            drawn[worker] += count
+        optimizer.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize(("shares", "later"), [("auto", [[6, 2]]), ("equal", [[4, 4]])])
+def test_a_step_of_shares_is_synchronous_with_the_same_micro_batches(
+    workers: Start, monkeypatch: pytest.MonkeyPatch, shares: str, later: list[list[int]]
+) -> None:
+    """The server is told what it would measure if the second worker took three times as long."""
+    monkeypatch.setattr(Shares, "divide", lambda self, *_: setattr(self, "_given", {0: 6, 1: 2}))
+    taken: list[list[int]] = [[], []]
+    ended = accumulating(workers(2, gradient_main.build), taken, shares=shares)
+    assert [list(step) for step in zip(*taken, strict=True)] == [[4, 4]] + later * (STEPS - 1)
+    for own in ended:
+        torch.testing.assert_close(own.double(), of_steps(taken), rtol=1e-6, atol=1e-6)
+
+
+def test_a_step_before_it_is_due_is_one_line(workers: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    def train(worker: int) -> None:
+        model = model_of()
+        optimizer = SGD(model.parameters(), lr=0.05)
+        with pytest.raises(SystemExit), HybridAsync(model, optimizer, micro_batches=4):
+            loss_of(model, 0, 0).backward()
+            optimizer.step()
+
+    workers(1, gradient_main.build).run(train)
+    assert "after backward of 1 micro-batches, in a step that has 4" in capfd.readouterr().err

@@ -37,7 +37,7 @@ class GracePeriod(Waiting):
         self.size = min(self._barrier, awaited)
         return awaited if self.grace_period is None else None
 
-    def begin_work(self, worker: int, now: float) -> None:
+    def begin_work(self, worker: int, now: float, micro_batches: int = 1) -> None:
         self._begun[worker] = now
 
     def remove_worker(self, worker: int) -> None:

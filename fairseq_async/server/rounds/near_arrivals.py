@@ -14,8 +14,8 @@ _ROUNDING = 1e-9  # of the time that work takes
 
 
 @dataclass(frozen=True)
-class _StepTime:
-    """The time that a worker's steps take, from its last ones.
+class StepTime:
+    """The time that a micro-batch of a worker takes in its steps, from the last ones.
 
     Attributes:
         seconds: their median.
@@ -26,7 +26,7 @@ class _StepTime:
     spread: float = 0.0
 
     @classmethod
-    def of(cls, took: list[float]) -> "_StepTime":
+    def of(cls, took: list[float]) -> "StepTime":
         seconds = median(took)
         return cls(seconds, _DEVIATION * median(abs(each - seconds) for each in took))
 
@@ -34,8 +34,9 @@ class _StepTime:
 class NearArrivals(Waiting):
     """Keeps a step open while another worker is near, and closes it when no worker is.
 
-    A worker is *due* at the time when it was given its work plus the median time of its last steps. A step's time is
-    taken from an answer of the server to the arrival of the next gradient. A worker is *near* if it is due within the
+    A worker is *due* at the time when it was given its work plus the median time of its last steps; where the number of
+    micro-batches in a step changes, in proportion to it. A step's time is taken from an answer of the server to the
+    arrival of the next gradient. A worker is *near* if it is due within the
     *grace* of each waiting gradient, which begins at the gradient's arrival. The grace is a share of the sender's own
     step, and longer if the sender's steps are uneven: by the spread of its last ones (1.48 times their median absolute
     deviation, which is the standard deviation of normal ones), up to the share again.
@@ -58,8 +59,9 @@ class NearArrivals(Waiting):
         self.grace_share, self.grace_period = grace_share, grace_period
         self.deadline: float | None = None
         self._begun: dict[int, float] = {}
-        self._took: dict[int, list[float]] = {}
-        self._step_times: dict[int, _StepTime] = {}  # from _took; kept, since each arrival needs those of all workers
+        self._took: dict[int, list[float]] = {}  # seconds a micro-batch
+        self._micro_batches: dict[int, int] = {}  # of each worker's present or waiting gradient
+        self._step_times: dict[int, StepTime] = {}  # from _took; kept, since each arrival needs those of all workers
         self._waiting: dict[int, float] = {}  # since when the gradient of each worker waits
         self._first_step = True
 
@@ -70,34 +72,36 @@ class NearArrivals(Waiting):
     def limit(self, awaited: int) -> None:
         """Does nothing: no number of updates completes a step."""
 
-    def begin_work(self, worker: int, now: float) -> None:
+    def begin_work(self, worker: int, now: float, micro_batches: int = 1) -> None:
         """If a worker asks again without a gradient, the first time counts."""
         self._begun.setdefault(worker, now)
+        self._micro_batches[worker] = micro_batches
 
     def _arrive(self, worker: int, now: float) -> None:
         if worker in self._begun:
             took = self._took.setdefault(worker, [])
-            took.append(now - self._begun.pop(worker))
+            took.append((now - self._begun.pop(worker)) / self._number(worker))
             del took[:-_REMEMBERED]
-            self._step_times[worker] = _StepTime.of(took)
+            self._step_times[worker] = StepTime.of(took)
         self._waiting[worker] = now
 
     def continues(self, arrived: int | None, others: Collection[int], now: float, held: int = 0) -> bool:
         if arrived is not None:
             self._arrive(arrived, now)
         fastest = self._fastest()
-        graces = {worker: self._grace(self._step_times.get(worker, fastest)) for worker in self._waiting}
+        graces = {worker: self._grace(worker, self._step_times.get(worker, fastest)) for worker in self._waiting}
         until = min((since + graces[worker] for worker, since in self._waiting.items()), default=now)
         grace = min(graces.values(), default=0.0)
         expected = [worker for worker in others if worker in self._begun and self._is_known(worker)]
-        due = [self._begun[worker] + self._step_times.get(worker, fastest).seconds for worker in expected]
+        times = {worker: self._step_times.get(worker, fastest).seconds for worker in expected}
+        due = [self._begun[worker] + self._number(worker) * seconds for worker, seconds in times.items()]
         near = [at + grace for at in due if at <= until + _ROUNDING * grace and at + grace > now]
         self.deadline = max(near, default=now)
         return bool(near)
 
     def remove_worker(self, worker: int) -> None:
         """The successor of a worker may have another speed."""
-        for known in (self._begun, self._took, self._step_times, self._waiting):
+        for known in (self._begun, self._took, self._step_times, self._waiting, self._micro_batches):
             known.pop(worker, None)
         if not self._waiting:
             self.deadline = None
@@ -110,22 +114,26 @@ class NearArrivals(Waiting):
     def _is_known(self, worker: int) -> bool:
         return self._first_step or worker in self._took
 
-    def _grace(self, step: _StepTime) -> float:
+    def _number(self, worker: int) -> int:
+        return self._micro_batches.get(worker, 1)
+
+    def _grace(self, worker: int, step: StepTime) -> float:
         if self.grace_period is not None:
             return self.grace_period
         share = self.grace_share * step.seconds
-        return share + min(step.spread, share)
+        return self._number(worker) * (share + min(step.spread, share))
 
-    def _fastest(self) -> _StepTime:
+    def _fastest(self) -> StepTime:
         """Returns the step time of the fastest worker, for workers without one in the first step."""
-        return _StepTime(min((each.seconds for each in self._step_times.values()), default=0.0))
+        return StepTime(min((each.seconds for each in self._step_times.values()), default=0.0))
 
     def state_dict(self) -> State:
         waiting = {"deadline": self.deadline, "waiting": self._waiting, "first_step": self._first_step}
-        return waiting | {"begun": self._begun, "took": self._took}
+        return waiting | {"begun": self._begun, "took": self._took, "micro_batches": self._micro_batches}
 
     def load_state_dict(self, state: State) -> None:
         self.deadline, self._begun, self._waiting = state["deadline"], dict(state["begun"]), dict(state["waiting"])
         self._first_step = state["first_step"]
+        self._micro_batches = dict(state.get("micro_batches", {}))  # not in an older one
         self._took = {worker: list(took) for worker, took in state["took"].items()}
-        self._step_times = {worker: _StepTime.of(took) for worker, took in self._took.items()}
+        self._step_times = {worker: StepTime.of(took) for worker, took in self._took.items()}

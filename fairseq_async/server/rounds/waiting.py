@@ -34,8 +34,8 @@ class Waiting(ABC):
         from now on, or None where that is not known before the round closes."""
 
     @abstractmethod
-    def begin_work(self, worker: int, now: float) -> None:
-        """Notes when a worker was given its work."""
+    def begin_work(self, worker: int, now: float, micro_batches: int = 1) -> None:
+        """Notes when a worker was given its work, a gradient of so many micro-batches."""
 
     @abstractmethod
     def continues(self, arrived: int | None, others: Collection[int], now: float, held: int = 0) -> bool:

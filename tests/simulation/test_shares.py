@@ -1,0 +1,180 @@
+"""Shares by speed: who gets how many micro-batches of a step, by hand and on simulated machines."""
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.method.spec import hybrid_spec
+from fairseq_async.options.config import HybridOptions
+from fairseq_async.server.shares import Shares
+from fairseq_async.simulation.schedule import LearningRate, make_optimizer, set_lr
+from fairseq_async.simulation.trial import Trial
+from tests.helpers.simulations import Log, experiment, finish, run, trial
+
+EQUAL: dict[str, Any] = {"method": "hybrid_async", "micro_batches": 4}
+BARRIER = {"barrier": True}
+SHARES = EQUAL | BARRIER | {"shares": "auto"}
+NOISY = {"distribution": "lognormal", "mean": 1.0, "spread": 0.3}
+
+
+class Clocked:
+    """Workers that take so many seconds a micro-batch, in steps of all of them."""
+
+    def __init__(self, *seconds: float, micro_batches: int = 4) -> None:
+        self.shares, self.seconds, self.now = Shares(micro_batches), dict(enumerate(seconds)), 0.0
+
+    def step(self, workers: list[int] | None = None, total: int | None = None) -> list[int]:
+        """What each worker was given in one step; its time passes."""
+        here = list(self.seconds) if workers is None else workers
+        given = {worker: self.shares.begin(worker, self.now) for worker in here}
+        due = {worker: self.now + number * self.seconds[worker] for worker, number in given.items()}
+        for worker in sorted(due, key=lambda worker: due[worker]):
+            self.shares.arrive(worker, due[worker])
+        self.now = max(due.values())
+        self.shares.divide(here, len(self.seconds) if total is None else total, self.now)
+        return list(given.values())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "micro_batches", "expected"),
+    [
+        ((1.0, 3.0), 4, [6, 2]),
+        ((1.0, 1.0, 1.0, 2.0), 2, [3, 2, 2, 1]),
+        ((1.0, 1.0, 2.0, 4.0), 4, [6, 6, 3, 1]),
+        ((1.0, 1.08), 32, [32, 32]),
+        ((1.0, 100.0), 2, [3, 1]),
+    ],
+    ids=["1, 3", "whole micro-batches", "four speeds", "within a tenth", "at least one"],
+)
+def test_micro_batches_go_to_who_is_done_first(
+    seconds: tuple[float, ...], micro_batches: int, expected: list[int]
+) -> None:
+    workers = Clocked(*seconds, micro_batches=micro_batches)
+    given = [workers.step() for _ in range(6)]
+    assert given[:3] == [[micro_batches] * len(seconds)] * 3 and given[3:] == [expected] * 3
+
+
+def test_a_worker_that_becomes_four_times_slower_has_its_share_within_five_steps() -> None:
+    workers = Clocked(1.0, 1.0)
+    for _ in range(8):
+        assert workers.step() == [4, 4]
+    workers.seconds[1] = 4.0
+    assert [workers.step() for _ in range(5)][-1] == [7, 1]
+    workers.seconds[1] = 1.0
+    assert [workers.step() for _ in range(5)][-1] == [4, 4]
+
+
+def test_who_leaves_hands_over_its_share_and_who_joins_begins_with_the_mean() -> None:
+    workers = Clocked(1.0, 1.0, 1.0)
+    for _ in range(4):
+        workers.step()
+    workers.shares.remove_worker(2)
+    workers.shares.divide([0, 1], 3, workers.now)
+    assert workers.step([0, 1]) == [6, 6]
+    workers.shares.divide([0, 1, 2], 3, workers.now)
+    assert workers.step([0, 1, 2]) == [4, 4, 4]
+
+
+def test_who_takes_twice_its_time_hands_over_its_share_until_it_comes() -> None:
+    workers = Clocked(1.0, 1.0)
+    for _ in range(4):
+        workers.step()
+    hung = workers.now
+    assert workers.shares.begin(1, hung) == 4
+    workers.shares.divide([0, 1], 2, hung + 8.0)
+    assert workers.shares.begin(0, hung + 8.0) == 4
+    workers.shares.divide([0, 1], 2, hung + 8.1)
+    assert workers.shares.begin(0, hung + 8.1) == 8
+
+
+def test_a_step_that_need_not_be_of_all_workers_is_refused() -> None:
+    """Its part of a whole step is counted in gradients, whatever they are of."""
+    for given, said in (({}, "shares is auto: give --barrier"), ({"barrier": True, "updates_per_step": 1}, "leave it")):
+        with pytest.raises(ConfigurationError, match=said):
+            hybrid_spec(HybridOptions(micro_batches=4, shares="auto", **given), 2, None, {}, 0)  # type: ignore[arg-type]
+
+
+def cluster(*seconds: float | dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"steps": 80, "cluster": {"workers": len(seconds), "seconds_per_step": list(seconds)} | more}
+
+
+def in_float64(simulated: Trial, log: Log) -> Tensor:
+    """Where a synchronous run ends that takes the same micro-batches in the same steps."""
+    model, start = simulated.model, simulated.start_for_test  # type: ignore[attr-defined]
+    problem = model.problem
+    double = problem.model.to(torch.float64)
+    at = 0
+    for parameter in double.parameters():
+        parameter.data = start[at : at + parameter.numel()].view_as(parameter).double()
+        at += parameter.numel()
+    parameters = list(double.parameters())
+    optimizer = make_optimizer(simulated.method.optimizer, parameters)
+    rate = LearningRate(simulated.rate.options, simulated.rate.lr, 80 // 4)
+    drawn: dict[int, int] = {}
+    for number, (_, step) in enumerate(groupby(log.events, key=lambda event: event[0])):
+        chosen: list[int] = []
+        for _, receipt, report in step:
+            first = drawn.get(receipt.worker, 0)
+            count = report.micro_batches or 4
+            drawn[receipt.worker] = first + count
+            chosen += model.order.indices(receipt.worker, first * model.batch_size, count * model.batch_size)
+        set_lr(optimizer, rate(number))
+        optimizer.zero_grad()
+        points, labels = problem.batch(chosen)
+        cross_entropy(double(points.double()), labels).backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+
+def test_a_step_is_that_of_a_synchronous_run_with_the_same_micro_batches(tmp_path: Path) -> None:
+    log = Log()
+    given = experiment(
+        tmp_path,
+        methods={"it": SHARES},
+        optimizer={"type": "sgd", "lr": 0.05, "momentum": 0.9},
+        **cluster(1.0, 3.0),
+    )
+    simulated = trial(given, log)
+    simulated.start_for_test = simulated.parameters.clone()  # type: ignore[attr-defined]
+    finish(simulated)
+    assert [report.micro_batches for _, _, report in log.events][-2:] == [6, 2]
+    assert simulated.version == 20
+    expected = in_float64(simulated, log)
+    torch.testing.assert_close(simulated.parameters.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_equal_workers_are_not_changed_to_the_bit(tmp_path: Path) -> None:
+    ours, _ = run(tmp_path, SHARES, **cluster(1.0, 1.05, 1.0))
+    theirs, _ = run(tmp_path, EQUAL | BARRIER, **cluster(1.0, 1.05, 1.0))
+    assert torch.equal(ours.parameters, theirs.parameters) and ours.now == theirs.now
+
+
+def test_no_gradient_is_late_and_the_step_takes_half_the_time(tmp_path: Path) -> None:
+    ours, log = run(tmp_path, SHARES, **cluster(1.0, 3.0))
+    theirs, _ = run(tmp_path, EQUAL | BARRIER, **cluster(1.0, 3.0))
+    settled = [receipt.staleness for time, receipt, _ in log.events if time > 40.0]
+    assert set(settled) == {0} and ours.now < 0.75 * theirs.now
+
+
+def test_a_simulation_that_is_stopped_goes_on_to_the_bit(tmp_path: Path) -> None:
+    given = experiment(tmp_path, methods={"it": SHARES}, **cluster(NOISY, NOISY | {"mean": 3.0}))
+    whole = trial(given)
+    whole_log: list[Any] = []
+    whole.write = lambda *event: whole_log.append(repr(event))
+    for _ in range(25):
+        whole.advance()
+    state = whole.state_dict()
+    torch.save(state, tmp_path / "state.pt")
+    del whole_log[:]
+    expected = finish(whole).clone()
+    again = trial(given)
+    again_log: list[Any] = []
+    again.write = lambda *event: again_log.append(repr(event))
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(finish(again), expected) and again_log == whole_log
