@@ -180,9 +180,13 @@ class MethodSpec:
         return self._parsed.fragments if isinstance(self._parsed, FragmentOptions) else 1
 
     def of_a_fragment(self) -> "MethodSpec":
-        """Returns the description of a method with the rule of one fragment, as if that was the whole model."""
-        turn: JsonObject = {"fragments": 1, "fragment_delay": 0}
-        return self if self.fragments == 1 else replace(self, options=self.options | turn)
+        """Returns the description of the same method for one fragment as if it was the whole model: ``local_steps`` is
+        then the number of steps between the exchanges of two fragments."""
+        if self.fragments == 1:
+            return self
+        steps = self.local_sgd.local_steps // self.fragments
+        turn: JsonObject = {"fragments": 1, "fragment_delay": 0, "local_steps": steps}
+        return replace(self, options=self.options | turn)
 
     @property
     def compress(self) -> compression.Compress:

@@ -166,9 +166,10 @@ class HybridAsync(AsyncTraining):
         return self._hybrid
 
     def _add_hooks(self) -> list[RemovableHandle]:
+        is_saved = self.of_trainer  # not by self: the optimizer keeps its hook, and would keep this run with it
         for part in self._parts:
             part.optimizer.state = part.state
-            warn_of_missing_moments(part.optimizer, "worker.state_dict(), too", lambda: self.of_trainer)
+            warn_of_missing_moments(part.optimizer, "worker.state_dict(), too", lambda: is_saved)
         before = [part.optimizer.register_step_pre_hook(self._exchange) for part in self._parts]
         if self._passes is not None:
             before += self._passes.add_hooks(self._named)

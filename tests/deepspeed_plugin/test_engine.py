@@ -21,6 +21,7 @@ from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.hybrid import HybridEngine
 from fairseq_async.deepspeed_plugin.engines.island import IslandClient, _share_slot
 from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
+from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
 from fairseq_async.deepspeed_plugin.engines.tensors import check_masters, replica_of
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import ConfigurationError, ExchangeError
@@ -82,7 +83,7 @@ def test_an_evaluation_and_a_checkpoint_of_a_worker_that_is_ahead_are_of_the_ser
     done: list[str] = []
     engine = HybridEngine.__new__(HybridEngine)
     nn.Module.__init__(engine)
-    engine._loop_watch = LoopWatch(lambda: [], [])
+    engine._loop_watch, engine.loss_scale = LoopWatch(lambda: [], []), LossScale()
     engine.async_worker = cast(
         Any, SimpleNamespace(look_ahead=look_ahead, joined=True, finished=False, catch_up=lambda: done.append("pulls"))
     )
@@ -91,7 +92,8 @@ def test_an_evaluation_and_a_checkpoint_of_a_worker_that_is_ahead_are_of_the_ser
     monkeypatch.setattr(DeepSpeedEngine, "eval", lambda engine: done.append("evaluates"))
     engine.eval()
     pulls = ["pulls"] * bool(look_ahead)
-    assert done == [*pulls, "saves ('directory', 'tag')", *pulls, "evaluates"]
+    state = {"async_loss_scale": {"cur_scale": 1.0}}
+    assert done == [*pulls, f"saves ('directory', 'tag', {state})", *pulls, "evaluates"]
 
 
 class Saving:
