@@ -378,7 +378,8 @@ def test_what_only_asynchronous_workers_have_is_refused_with_a_synchronous_metho
 
 
 def test_a_slowed_down_worker_sends_fewer_gradients_and_older_ones(launch: Launch, tmp_path: Path) -> None:
-    code, output = launch(2, tmp_path, "--max-update", 120, launcher=["--slowdown", "1,20"])
+    # both sleep: worker 0 alone would be through before worker 1 has started on a busy machine
+    code, output = launch(2, tmp_path, "--max-update", 120, launcher=["--slowdown", "5,50"])
     assert code == 0, output
     updates = events(tmp_path)
     began = [event["worker"] for event in updates].index(1)
