@@ -17,10 +17,10 @@ from fairseq_async.server.plan import Plan
 from fairseq_async.server.rounds.grace import GracePeriod, Quorum
 from fairseq_async.server.rounds.look_ahead import NOTHING_MEASURED, LookAhead
 from fairseq_async.server.rounds.near_arrivals import NearArrivals
+from fairseq_async.server.rounds.shares import Shares
 from fairseq_async.server.rounds.waiting import OPEN, Waiting
 from fairseq_async.server.shards.divided_server import DividedServer
 from fairseq_async.server.shards.rule import ShardedRule
-from fairseq_async.server.shares import Shares
 
 _MOST_EVENTS = 64  # control events between two updates; they are all kept until the next update, as a replay needs them
 

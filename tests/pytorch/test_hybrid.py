@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import (
 
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
 from fairseq_async.server.programs import gradient_main, local_sgd_main
-from fairseq_async.server.shares import Shares
+from fairseq_async.server.rounds.shares import Shares
 from tests.helpers.thread_workers import ThreadWorkers
 
 Start = Callable[..., ThreadWorkers]

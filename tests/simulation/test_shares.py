@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method.spec import hybrid_spec
 from fairseq_async.options.config import HybridOptions
-from fairseq_async.server.shares import Shares
+from fairseq_async.server.rounds.shares import Shares
 from fairseq_async.simulation.schedule import LearningRate, make_optimizer, set_lr
 from fairseq_async.simulation.trial import Trial
 from tests.helpers.simulations import Log, experiment, finish, run, trial
