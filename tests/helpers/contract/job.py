@@ -10,12 +10,13 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
 from fairseq_async.environment import JOINS, SERVER, TOKEN, WORKER, WORKERS
 from scripts.faults.thread_server import ThreadServer
-from tests.helpers.contract.net import CASES, Net, Run
+from tests.helpers.contract.net import CASES, Case, Net, Run
 
 AT_A_TIME = 3  # each waits for its server's thread for much of its time
 METHODS = ("plain", "hybrid_async", "local_sgd")
@@ -48,16 +49,33 @@ def start(front_end: str, run: Run) -> int:
     return child
 
 
+def serve(program: ModuleType, case: Case, path: Path) -> tuple[str, str]:
+    """Starts the server in a process of its own, which ends with this one; its address and token.
+
+    A worker that is forked from a process with the server's thread could inherit a lock that the thread holds.
+    """
+    (reads, writes), (waits, held) = os.pipe(), os.pipe()
+    if os.fork() == 0:
+        os.close(held)
+        server = ThreadServer(case.workers, path, build=program.build)
+        os.write(writes, f"{server.address} {server.token}".encode())
+        os.read(waits, 1)
+        os._exit(0)
+    os.close(writes)
+    address, token = os.read(reads, 1000).decode().split()
+    return address, token
+
+
 def train(front_end: str, first: Run) -> None:
-    """The server, in a thread, and all workers of a run, of which one that is killed is started again."""
+    """The server and all workers of a run, of which one that is killed is started again."""
     torch.set_num_threads(1)
     case, path = first.case, first.path
     if first.method != "plain":
         own = "fairseq_async.server.programs.local_sgd_main"
         hybrid = BUILDS.get(front_end, "fairseq_async.server.programs.gradient_main")
         program = importlib.import_module(own if first.method == "local_sgd" else hybrid)
-        server = ThreadServer(case.workers, path, build=program.build)
-        os.environ |= {SERVER: server.address, TOKEN: server.token, WORKERS: str(case.workers)}
+        address, token = serve(program, case, path)
+        os.environ |= {SERVER: address, TOKEN: token, WORKERS: str(case.workers)}
     runs = [replace(first, worker=worker) for worker in range(case.workers + case.joins)]
     running = {start(front_end, run): run for run in runs}
     while running:
