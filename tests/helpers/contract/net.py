@@ -188,9 +188,10 @@ def step_another(net: Net, number: int) -> None:
 
 def meet(net: Net, number: int) -> None:
     """Both workers are in the run before it ends."""
-    if number == (1 if net.run.worker else 0):
+    own = number - (HALF if net.run.case.goes_on else 0)
+    if own == (1 if net.run.worker else 0):
         net.run.mark(f"at-work-{net.run.worker}").touch()
-    if number == 2:
+    if own == 2:
         net.run.wait(f"at-work-{1 - net.run.worker}")
 
 
