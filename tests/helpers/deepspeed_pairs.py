@@ -138,7 +138,8 @@ def train(name: str, out: Path, worker: int | None) -> None:
     engine, *_ = (deepspeed if worker is None else deepspeed_async).initialize(
         None, model, *given, *others, arguments["config"]
     )
-    kind, rates, applied = next(model.parameters()).dtype, [], []
+    kind = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else torch.float32
+    rates, applied = [], []
     if first:
         engine.load_checkpoint(str(out / name))
     for inputs, targets in list(batches())[first:]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
@@ -53,6 +54,7 @@ class HybridEngine(AsyncEngine):
 
     async_worker: HybridWorker
     loss_scale: LossScale
+    half_precision: torch.dtype | None = None  # the model's type, if it is in half precision
     _moments: StateInServer | None = None  # of the optimizer, once the worker has joined
     _saves = False  # whether the engine itself saves the optimizer, with the server's state beside it
 
@@ -104,6 +106,7 @@ class HybridEngine(AsyncEngine):
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Loads as :meth:`AsyncEngine.load_checkpoint`; one line for moments that belong to masters of DeepSpeed's."""
+        kind, self.half_precision = self.half_precision, None  # else DeepSpeed loads an optimizer that has masters
         try:
             loaded = super().load_checkpoint(*args, **kwargs)
             self.loss_scale.load_state_dict((loaded[1] or {}).pop(_LOSS_SCALE, {}))
@@ -115,6 +118,16 @@ class HybridEngine(AsyncEngine):
                 "load_checkpoint: the checkpoint is of plain DeepSpeed in half precision or with ZeRO, whose moments "
                 "hybrid_async cannot take: give load_module_only=True for a new run from its parameters"
             )
+        finally:
+            self.half_precision = kind
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model is in fp16; scripts ask for it to round their batches."""
+        return self.half_precision is torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model is in bf16; scripts ask for it to round their batches."""
+        return self.half_precision is torch.bfloat16
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> object:
         """Computes gradients as :meth:`AsyncEngine.backward`, in fp16 of the loss times its scale."""
