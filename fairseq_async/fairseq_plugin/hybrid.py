@@ -22,9 +22,9 @@ from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, Asyn
 from fairseq_async.fairseq_plugin.compat.batches import real_batches
 from fairseq_async.fairseq_plugin.compat.checkpoints import of_another_optimizer
 from fairseq_async.fairseq_plugin.compat.precision import finite_norm, loss_scaler, overflows
+from fairseq_async.fairseq_plugin.compat.remote_optimizer import RemoteOptimizer, clip_error, step_error
 from fairseq_async.fairseq_plugin.compat.types import FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates, RemoteSchedule
-from fairseq_async.fairseq_plugin.remote_optimizer import RemoteOptimizer, clip_error, step_error
 from fairseq_async.fairseq_plugin.session import attach
 from fairseq_async.protocol import Report, Welcome
 from fairseq_async.server.plan import whole_steps

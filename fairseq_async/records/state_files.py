@@ -7,13 +7,15 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import torch
+from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import BrokenFileError, RefusedError, disk_error, first_line, is_scarcity
 
+_Value = TypeVar("_Value")
 _MARK = b"\nCRC32  "  # between a state, which torch reads to its own end, and the checksum behind it
 _CHECKSUM = len(_MARK) + 8  # bytes of both
 _PIECE = 1 << 22  # bytes that are read at once
@@ -150,3 +152,12 @@ def placed(state: Path, inbox: Path) -> Iterator[None]:
         yield
     finally:
         inbox.unlink(missing_ok=True)
+
+
+def moved(state: _Value, device: torch.device) -> _Value:
+    """Returns a state with its tensors on the device. Those that are there already are the same ones."""
+    if isinstance(state, dict):
+        return {key: moved(value, device) for key, value in state.items()}  # type: ignore[return-value]
+    if isinstance(state, list | tuple):
+        return type(state)(moved(value, device) for value in state)
+    return state.to(device) if isinstance(state, Tensor) else state  # type: ignore[return-value]

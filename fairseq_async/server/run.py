@@ -18,9 +18,8 @@ from fairseq_async.protocol.receipt import SETTLED
 from fairseq_async.records.event_log import EventLog
 from fairseq_async.records.recording import update_path
 from fairseq_async.records.settled import Settled
-from fairseq_async.records.state_files import restored_path, saved_path, write_state
+from fairseq_async.records.state_files import moved, restored_path, saved_path, write_state
 from fairseq_async.server.coordinator import Coordinator, build_coordinator
-from fairseq_async.server.device import moved
 from fairseq_async.server.first_batches import FirstBatches
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Instruction

@@ -2,6 +2,7 @@
 the server's own parameters: fragments, codecs, parts on other machines, parameters ahead."""
 
 import math
+import os
 
 import torch
 from torch import Tensor
@@ -10,8 +11,9 @@ from fairseq_async.algorithms import Fragment, in_turn
 from fairseq_async.algorithms.codecs.payload import checksum_of
 from fairseq_async.algorithms.missing import clear, elements_of
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import RefusedError
-from fairseq_async.exchange import GpuMemory, copy, linux
+from fairseq_async.errors import ExchangeError, RefusedError, option
+from fairseq_async.exchange import GpuMemory, SharedMemory, copy, linux
+from fairseq_async.exchange.gpu_memory import IPC
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.options import compression
 from fairseq_async.protocol import Hello, Pull, PullReply, Push, PushReply
@@ -20,7 +22,6 @@ from fairseq_async.protocol.layout import Layout
 from fairseq_async.protocol.notices import Tell, tell_log
 from fairseq_async.protocol.receipt import Status
 from fairseq_async.server.compressed_starts import CompressedFragments, compressed_starts
-from fairseq_async.server.device import allocate_memory
 from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.parameter_server import ParameterServer
 
@@ -220,3 +221,48 @@ class Slots:
     def _fragment(self, sequence: int) -> Fragment:
         """Returns the fragment of an update of this number; with one fragment it is the whole model."""
         return in_turn(self._fragments, sequence)
+
+
+def allocate_memory(
+    spec: MethodSpec, size: int, workers: int, publishes: bool, gpu: str, tell: Tell
+) -> SharedMemory | GpuMemory:
+    """Allocates what the server of a run shares with its workers, on the device that ``server_device`` says.
+
+    Args:
+        gpu: name of the GPU of worker 0's model; empty where it is on the CPU.
+        tell: passes a line to the user, for ``auto``: which device it is, and why.
+
+    Raises:
+        RefusedError: the server cannot use that GPU.
+        ExchangeError: there is no room for it.
+    """
+    wanted = spec.server.server_device
+    if wanted == "cpu":
+        return SharedMemory.create(size, workers, publishes)
+    try:
+        memory = GpuMemory.create(size, workers, publishes, _device(spec, gpu))
+    except (RefusedError, ExchangeError) as error:
+        if wanted == "cuda":
+            raise type(error)(f"{error}; give {option('server_device')} cpu") from error
+        tell(f"the server is on the CPU: {error}")
+        return SharedMemory.create(size, workers, publishes)
+    if wanted == "auto":
+        tell("the server is on the GPU of worker 0's model, which has room for it")
+    return memory
+
+
+def _device(spec: MethodSpec, gpu: str) -> torch.device:
+    """Returns the GPU in this process.
+
+    Hazard: a process decides once which GPUs it sees. A server begins without any, so that none of its libraries
+    takes memory there, and until now nothing has asked CUDA.
+    """
+    if not gpu:
+        raise RefusedError("the model of worker 0 is not on a GPU")
+    if spec.server.shards > 1 or spec.upstream is not None or spec.server.record:
+        raise RefusedError("shards, a global server and recordings are for servers on the CPU")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    device = IPC.find(gpu)
+    if device is None:
+        raise RefusedError(f"the server's process does not see {gpu}")
+    return device

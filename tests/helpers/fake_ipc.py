@@ -78,7 +78,7 @@ def models_on_it() -> Iterator[FakeIpc]:
     """Within it, every model is on the fake GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fairseq_async.exchange.gpu_memory.IPC", ipc := FakeIpc())
-        patch.setattr("fairseq_async.server.device.IPC", ipc)
+        patch.setattr("fairseq_async.server.slots.IPC", ipc)
         patch.setattr(PlainDevice, "gpu", NAME)
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         yield ipc

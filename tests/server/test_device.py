@@ -14,7 +14,7 @@ from fairseq_async.method import methods
 from fairseq_async.method.spec import MethodSpec, local_sgd_spec
 from fairseq_async.options.config import LocalSGDOptions, ServerOptions
 from fairseq_async.protocol import Push, Report, Welcome
-from fairseq_async.server.device import moved
+from fairseq_async.records.state_files import moved
 from fairseq_async.server.plan import Build
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.worker.connection.client import Client, WorkerMemory
