@@ -5,6 +5,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 venv=${FAIRSEQ_ASYNC_VENV:-$root/.venv}
+export TORCH_EXTENSIONS_DIR=$venv/torch_extensions  # of this environment alone: its kernels fit no other
 complete=$venv/complete-$(cat setup.py scripts/environment.sh | cksum | cut -d' ' -f1)
 
 if [ ! -f "$complete" ]; then
@@ -16,13 +17,26 @@ if [ ! -f "$complete" ]; then
     }
     command -v c++ > /dev/null || { echo "error: no C++ compiler (c++), which fairseq needs to install" >&2; exit 2; }
     echo "making the environment $venv, once:"
-    echo "  1/3 an empty virtual environment"
+    echo "  1/4 an empty virtual environment"
     "$python" -m venv "$venv"
-    echo "  2/3 torch and what builds packages (some hundred megabytes to download)"
+    echo "  2/4 torch and what builds packages (some hundred megabytes to download)"
     # fairseq is built against the torch that is here: with build isolation pip would fetch a second one for that
     "$venv/bin/python" -m pip install --quiet "torch==2.13.0" "setuptools<85" wheel cython ninja numpy
-    echo "  3/3 fairseq, which compiles for minutes, DeepSpeed and this package"
+    echo "  3/4 fairseq, which compiles for minutes, DeepSpeed and this package"
     "$venv/bin/python" -m pip install --quiet --no-build-isolation --editable ".[dev]"
+    echo "  4/4 DeepSpeed's kernels for a CPU"
+    # Here, and not by the job that needs one first: a job that is killed while it compiles leaves a lock, for which
+    # every later job waits without end
+    rm -rf "$TORCH_EXTENSIONS_DIR"
+    for kernel in FusedAdamBuilder CPUAdamBuilder ShareMemCommBuilder; do
+        DS_ACCELERATOR=cpu PATH=$venv/bin:$PATH "$venv/bin/python" > "$venv/$kernel.log" 2>&1 -c "
+from deepspeed.accelerator import get_accelerator
+get_accelerator().create_op_builder('$kernel').load()" &
+        kernels+=("$!:$kernel")
+    done
+    for kernel in "${kernels[@]}"; do
+        wait "${kernel%:*}" || { echo "error: see $venv/${kernel#*:}.log" >&2; exit 2; }
+    done
     touch "$complete"
 fi
 . "$venv/bin/activate"
