@@ -10,7 +10,7 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 QUOTED = re.compile(r"`([^`]+)`( \(\w+'s?\))?")  # the second part marks messages of other programs
 PLAIN = re.compile(r"[a-z'-]+[.,:;]?")  # other words differ from one message to the next
 WORDS = 4  # so many in a row must be in the code as they are
-PUT_TOGETHER = ("the server ended with code", "the server was killed by", "adascale has adam, nag, sgd")  # from parts
+PUT_TOGETHER = ("the server ended with code", "the server was killed by")  # from parts
 
 
 def quoted() -> Iterator[str]:
@@ -47,7 +47,7 @@ def strings() -> str:
 def test_the_messages_that_are_explained_are_in_the_code() -> None:
     code = strings()
     explained = [(message, found) for message in quoted() if (found := phrases(message))]
-    assert len(explained) > 100
+    assert len(explained) > 30
     unknown = [message for message, found in explained if not any(phrase in code for phrase in found)]
     assert [message for message in unknown if not any(parts in message for parts in PUT_TOGETHER)] == []
 

@@ -85,7 +85,10 @@ class SharedMemory:
         try:
             descriptor = os.open(file, os.O_RDWR)
         except OSError as error:
-            raise ExchangeError(f"the server's shared memory {file} cannot be opened: {error.strerror}") from error
+            raise ExchangeError(
+                f"the server's shared memory {file} cannot be opened: {error.strerror}; start server and "
+                "workers as one user in one container"
+            ) from error
         if os.fstat(descriptor).st_size != cls.nbytes(parameters, workers, publishes):
             os.close(descriptor)
             raise ExchangeError(f"the server's shared memory {file} is not of the size that this model needs")

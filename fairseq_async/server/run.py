@@ -87,7 +87,10 @@ class Run:
             RefusedError: it has another.
         """
         if difference := hello.layout.difference(self.layout):
-            raise RefusedError(f"{name} has another model than the others: {difference}")
+            raise RefusedError(
+                f"{name} has another model than the others: {difference}; start all with the same "
+                "flags, dictionaries and model"
+            )
         if other := self.spec.difference(hello.spec.as_long_as(self.spec) if hello.any_length else hello.spec):
             raise RefusedError(f"{name} was started with another {other}")
         if self._untrained is None:
@@ -248,7 +251,10 @@ class Run:
 
     def _check_state(self, state: State) -> None:
         if state["method"] != self.spec.name:
-            raise RefusedError(f"the checkpoint is of {state['method']}, this run is of {self.spec.name}")
+            raise RefusedError(
+                f"the checkpoint is of {state['method']}, this run is of {self.spec.name}: take that "
+                "method, or begin anew with its parameters alone"
+            )
         if (count := state.get("fragments", 1)) != self.spec.fragments:
             raise RefusedError(
                 f"the checkpoint's momentum is of {count} fragments, this run has {self.spec.fragments}: give "
