@@ -220,7 +220,7 @@ def _merge(adapter: Path, base: Path, tensors: Tensors, out: Path) -> None:
     """Merges an adapter into its base model, as PEFT does."""
     try:
         import transformers  # not in every environment
-        from peft import PeftModel  # type: ignore[import-not-found]
+        from peft import PeftModel
     except (ImportError, OSError, RuntimeError) as error:
         raise ConfigurationError(
             f"--base: PEFT merges, and it is not here ({first_line(error)}): pip install peft, or leave --base out"
