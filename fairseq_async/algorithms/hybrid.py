@@ -12,7 +12,7 @@ from fairseq_async.algorithms.rule import State, fills
 from fairseq_async.algorithms.threads import PIECE, copy_in_threads, cut, in_threads, pairs, step_in_threads
 from fairseq_async.algorithms.update import Update
 
-_OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
+_OF_TORCH = tuple(getattr(torch.optim, name) for name in ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop"))
 
 
 class HybridAccumulation:
@@ -191,12 +191,13 @@ def partial_rate(optimizer: torch.optim.Optimizer, share: float) -> float:
     """Returns the factor of the learning rate for a step with ``share`` of a whole step's gradients.
 
     For an optimizer that adds gradients up, as SGD does, the factor is the share itself (linear scaling: Goyal et al.
-    2017, arXiv 1706.02677, section 2.1). Adam, and every optimizer with ``betas``, divides by the root of the mean
-    square of the gradients. The mean of fewer gradients is noisier: where noise prevails, its mean square is larger by
-    1 / share, which alone shortens the step by the square root of the share. So the factor is the other square root
-    (Malladi et al. 2022, arXiv 2205.10287). Muon, whose step has one length whatever the gradient's, has it too.
+    2017, arXiv 1706.02677, section 2.1). Adam, every optimizer with ``betas``, and RMSprop divide by the root of the
+    mean square of the gradients. The mean of fewer gradients is noisier: where noise prevails, its mean square is
+    larger by 1 / share, which alone shortens the step by the square root of the share. So the factor is the other
+    square root (Malladi et al. 2022, arXiv 2205.10287). Muon, whose step has one length whatever the gradient's, has
+    it too.
     """
-    return share**0.5 if {"betas", "ns_steps"} & optimizer.param_groups[0].keys() else share
+    return share**0.5 if {"betas", "alpha", "ns_steps"} & optimizer.param_groups[0].keys() else share
 
 
 def _as_it_is(norm: Tensor) -> Tensor:
@@ -226,8 +227,8 @@ def _partial_step(optimizer: torch.optim.Optimizer, share: float) -> Iterator[No
 
 
 def _is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the weight decay is separate from the gradient. Of torch's optimizers with ``betas`` that is so in AdamW
-    and with the option ``decoupled_weight_decay``; in fairseq's and in our own it always is."""
+    """Whether the weight decay is separate from the gradient. Of torch's optimizers with ``betas``, and RMSprop, that
+    is so in AdamW and with the option ``decoupled_weight_decay``; in fairseq's and in our own it always is."""
     if not isinstance(optimizer, _OF_TORCH):
         return True
     return isinstance(optimizer, torch.optim.AdamW) or bool(optimizer.defaults.get("decoupled_weight_decay"))

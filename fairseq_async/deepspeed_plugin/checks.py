@@ -17,6 +17,7 @@ from fairseq_async.server.optimizers.torch_optimizer import OPTIMIZERS
 _KEYS_OF_DEEPSPEED = {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "bias_correction"}
 # DeepSpeed takes its own names in either case, and those of torch.optim as they are
 _KINDS = {"adam": "Adam", "adamw": "AdamW", "SGD": "SGD"}
+_OF_SERVER = [kind for kind in OPTIMIZERS if kind != "Muon"]  # DeepSpeed's own takes other steps
 _OF_OTHER_STEPS = ("LBFGS", "SparseAdam")  # of torch's
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -60,9 +61,9 @@ def check_optimizer(config: dict[str, Any], name: str, given: bool, in_the_serve
     kind, params = section["type"], section.get("params") or {}
     if not isinstance(params, dict):
         raise ConfigurationError(f'{name}: "optimizer": "params" is {params!r}: give an object, as in {example}')
-    known = _KINDS.get(kind) or _KINDS.get(kind.lower())
+    known = _KINDS.get(kind) or _KINDS.get(kind.lower()) or (kind if kind in _OF_SERVER else None)
     if known is None and (in_the_server or not _is_optimizer(kind)):
-        has = "the server has Adam, AdamW and SGD" if in_the_server else "neither DeepSpeed nor torch has it"
+        has = f"the server has {', '.join(_OF_SERVER)}" if in_the_server else "neither DeepSpeed nor torch has it"
         if kind in _OF_OTHER_STEPS and not in_the_server:
             has = "its steps need more than dense gradients"
         raise ConfigurationError(f'{name}: "optimizer": "type" is {kind!r}: {has}')

@@ -32,6 +32,7 @@ __all__ = [
     "outer_rule",
     "outer_rules",
     "parse",
+    "plugin_modules",
     "register_outer_rule",
     "rule_key",
 ]
@@ -148,6 +149,16 @@ def import_plugins() -> None:
                     _imported.discard(name)
                     said = " ".join(f"{type(error).__name__}: {error}".split())
                     raise ConfigurationError(f"{PLUGINS}: {name} cannot be imported: {said}") from error
+
+
+def plugin_modules() -> list[str]:
+    """Returns the names of the modules that ``FAIRSEQ_ASYNC_PLUGINS`` names, imported.
+
+    Raises:
+        ConfigurationError: one of them cannot be imported.
+    """
+    import_plugins()
+    return [Path(name).stem if name.endswith(".py") else name for name in _imported]
 
 
 def _import_plugin(name: str) -> None:

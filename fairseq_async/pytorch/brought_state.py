@@ -29,8 +29,8 @@ _READ = _MOMENTS.format("read", "leave that out")
 
 
 def has_stepped(optimizer: Optimizer) -> bool:
-    """Whether the optimizer has moments, or another state, from steps before."""
-    return any(optimizer.state.values())
+    """Whether the optimizer has moments, or another state, from steps before; Adagrad has some before its first."""
+    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state)
 
 
 def check_brought(spec: MethodSpec, optimizers: Sequence[Optimizer]) -> None:

@@ -71,9 +71,10 @@ class HybridAsync(AsyncTraining):
 
     Args:
         model: the model, or several, for which names in messages begin with the model's number.
-        optimizer: Adam, AdamW, SGD or Muon of ``torch.optim``, or several of these, of different parameters. Their
-            state stays empty here: the server has it. An optimizer that has stepped before brings its moments and step
-            counts to a new server; of several workers those of worker 0, as with the parameters.
+        optimizer: one of ``torch.optim`` that the server has, or of a user's plugin, see docs/pytorch.md; or several
+            of these, of different parameters. Their state stays empty here: the server has it. An optimizer that has
+            stepped before brings its moments and step counts to a new server; of several workers those of worker 0, as
+            with the parameters.
         scheduler: the optimizer's scheduler, any whose rates are a function of the number of its steps. The server
             takes the rates, by its own steps; what the scheduler does to this worker's optimizer is of no effect. Of
             several optimizers a list, with None for those without one.

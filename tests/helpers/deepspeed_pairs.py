@@ -16,7 +16,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, NAdam
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import fairseq_async.deepspeed_plugin as deepspeed_async
@@ -73,7 +73,7 @@ def in_fp16(model: nn.Module) -> dict[str, Any]:
 
 def of_an_ordinary_run(model: nn.Module) -> dict[str, Any]:
     """An optimizer and a schedule that have taken five steps."""
-    optimizer = AdamW(groups(model), lr=0.05)
+    optimizer = NAdam(groups(model), lr=0.05, decoupled_weight_decay=True)
     schedule = LambdaLR(optimizer, lambda step: 0.8**step)
     for inputs, targets in list(batches())[:5]:
         optimizer.zero_grad()

@@ -1,7 +1,10 @@
 """An optimizer that has stepped brings its moments to the server: ten more steps are those of the plain loop."""
 
 import copy
+import importlib
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
 
+from fairseq_async.environment import PLUGINS
 from fairseq_async.pytorch import HybridAsync
 from fairseq_async.server.programs import gradient_main
 from fairseq_async.worker.start.context import WorkerContext
@@ -45,6 +49,9 @@ OPTIMIZERS: dict[str, Callable[[Net], Optimizer]] = {
     "SGD": lambda net: SGD(net.parameters(), lr=0.05, momentum=0.9),
     "Adam": lambda net: Adam(net.parameters(), lr=0.01),
     "AdamW": lambda net: AdamW(groups(net), lr=0.01, amsgrad=True),
+    "Adagrad": lambda net: torch.optim.Adagrad(groups(net), lr=0.01),
+    "NAdam": lambda net: torch.optim.NAdam(groups(net), lr=0.01),
+    "Adafactor": lambda net: torch.optim.Adafactor(groups(net), lr=0.01),
 }
 
 
@@ -162,3 +169,37 @@ def test_a_server_in_shards_which_cannot_be_given_moments_is_not_started(
     with pytest.raises(SystemExit), HybridAsync(net, optimizer, total_steps=2, server_shards=2):
         pass
     assert "Adam has stepped before this run" in capsys.readouterr().err
+
+
+def test_a_class_of_a_plugin_steps_in_the_server_as_in_the_plain_loop(
+    workers: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that has stepped before. Without the plugin it is refused."""
+    (tmp_path / "signs_of_ones_own.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = importlib.import_module("signs_of_ones_own").Signs
+    with pytest.raises(SystemExit):
+        HybridAsync((net := Net()), own(net.parameters()))
+    monkeypatch.setenv(PLUGINS, str(tmp_path / "signs_of_ones_own.py"))
+    make = partial(own, beta=0.8, shape=(1, 2), word="root")
+    test_ten_steps_after_a_plain_run_are_its_own(workers, lambda net: make(groups(net), lr=0.01), SCHEDULERS["cosine"])
+
+
+PLUGIN = """
+import torch
+
+class Signs(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.1, beta=0.9, shape=(3, 4), word="", weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "beta": beta, "shape": shape, "word": word, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert group["shape"] == (1, 2) and group["word"] == "root"
+            for each in group["params"]:
+                if each.grad is not None:
+                    mean = self.state[each].setdefault("mean", torch.zeros_like(each))
+                    mean.lerp_(each.grad, 1 - group["beta"])
+                    each.mul_(1 - group["lr"] * group["weight_decay"]).add_(mean.sign(), alpha=-group["lr"])
+                    each.add_(mean.mean(), alpha=-group["lr"])  # of the whole tensor
+"""

@@ -64,6 +64,10 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "SGD with momentum": lambda model: SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True),
     "Adam": lambda model: Adam(model.parameters(), lr=0.01, betas=(0.8, 0.95), eps=1e-6),
     "AdamW of groups": lambda model: AdamW(decayed_and_not(model), lr=0.01, amsgrad=True),
+    "Adagrad": lambda model: torch.optim.Adagrad(decayed_and_not(model), lr=0.05),
+    "NAdam": lambda model: torch.optim.NAdam(decayed_and_not(model), lr=0.01),
+    "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.5, centered=True),
+    "Adafactor": lambda model: torch.optim.Adafactor(decayed_and_not(model), lr=0.05, eps=(None, 1e-2)),
 }
 SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "cosine": lambda optimizer: CosineAnnealingLR(optimizer, STEPS),
@@ -331,7 +335,7 @@ def test_an_optimizer_that_is_saved_without_its_moments_is_named_once(
 
 ADAM, SCHEDULED = OPTIMIZERS["Adam"], {"total_steps": 3}
 WRONG: dict[str, tuple[Callable[[nn.Module], Optimizer], dict[str, Any], str]] = {
-    "another optimizer": (lambda model: torch.optim.RMSprop(model.parameters()), {}, "RMSprop"),
+    "another optimizer": (lambda model: torch.optim.Rprop(model.parameters()), {}, "Rprop"),
     "a name that is misspelt": (
         ADAM,
         {"total_step": 3},

@@ -285,9 +285,9 @@ WRONG: dict[str, tuple[Callable[[list[nn.Module]], Any], dict[str, Any], str]] =
         "optimizer is a Sequential: give a torch.optim.Optimizer",
     ),
     "one that the server has not": (
-        lambda nets: [Adam(nets[0].parameters()), torch.optim.RMSprop(nets[1].parameters())],
+        lambda nets: [Adam(nets[0].parameters()), torch.optim.Rprop(nets[1].parameters())],
         {},
-        "the optimizer is RMSprop: the server steps with",
+        "the optimizer is Rprop: the server steps with",
     ),
     "too few schedulers": (by_model, {"scheduler": [None]}, "scheduler has 1 for 2 optimizers"),
     "several updates": (by_model, {"updates_per_step": 3}, "with 2 optimizers, give 1"),

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from fairseq_async.algorithms import HybridAccumulation, Update
 from fairseq_async.algorithms.threads import PIECE, set_threads
@@ -54,6 +54,12 @@ ADAMS: tuple[Make, ...] = (
     AdamW,
     partial(Adam, maximize=True),
     partial(Adam, decoupled_weight_decay=True),
+    Adadelta,
+    partial(Adagrad, lr_decay=0.1, initial_accumulator_value=0.5),
+    Adamax,
+    partial(NAdam, momentum_decay=0.1, decoupled_weight_decay=True),
+    RAdam,
+    partial(RMSprop, momentum=0.5, centered=True),
 )
 SGDS: tuple[Make, ...] = (SGD, partial(SGD, momentum=0.9, nesterov=True), partial(SGD, momentum=0.5, dampening=0.2))
 
@@ -159,7 +165,7 @@ class OwnSGD(SGD):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (NAdam, "the optimizer is NAdam: the server steps with Adam, AdamW, SGD, Muon of torch.optim"),
+        (Rprop, "the optimizer is Rprop: the server steps with Adam, AdamW, SGD, .* of torch.optim; .*PLUGINS"),
         (OwnSGD, "the optimizer is OwnSGD: the server steps with"),
         (partial(SGD, weight_decay=float("inf")), '"weight_decay" of the optimizer is inf: give a finite number'),
     ],
@@ -188,7 +194,12 @@ GROUP = {"tensors": [0], "options": {"lr": 0.1}}
         ({"parameter_groups": [GROUP | {"tensors": [5]}]}, "not each tensor of the model once"),
         ({"parameter_groups": [GROUP | {"tensors": [-1]}]}, "the description of the optimizer: parameter_groups.0"),
         ({"parameter_groups": [GROUP | {"options": {"closure": 1.0}}]}, "the optimizer: SGD has no closure"),
-        ({"parameter_groups": [GROUP | {"options": {"lr": "0.1"}}]}, "the description of the optimizer: parameter"),
+        (
+            {"parameter_groups": [GROUP | {"options": {"lr": "0.1"}}]},
+            "the description of the optimizer: '<' not supported",
+        ),
+        ({"parameter_groups": [GROUP | {"options": {"lr": [[0.1]]}}]}, "the description of the optimizer: parameter"),
+        ({"optimizer": "os:system"}, "os:system: the server has Adam, AdamW, SGD"),
         ({"parameter_groups": []}, "the description of the optimizer: optimizer got an empty parameter list"),
         ({"clip_norm": "none"}, "the description of the optimizer: clip_norm"),
         ({"clip_norm": -1.0}, "the description of the optimizer: clip_norm"),

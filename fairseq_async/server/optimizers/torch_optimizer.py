@@ -6,30 +6,34 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from importlib import import_module
 from itertools import accumulate, pairwise
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from typing import Annotated, Any, TypeAlias, cast
 
 import torch
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, with_config
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from fairseq_async.algorithms.hybrid import pieces
+from fairseq_async.environment import PLUGINS
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.method.methods import plugin_modules
 from fairseq_async.method.spec import JsonObject
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.server.optimizers.learning_rates import Rates
 
 # Each of these steps every element independently: a model may be stepped in pieces, by several threads.
-OPTIMIZERS: dict[str, type[Adam | AdamW | SGD]] = {"Adam": Adam, "AdamW": AdamW, "SGD": SGD}
+_ELEMENTWISE: list[Any] = [Adam, AdamW, SGD, Adadelta, Adagrad, Adamax, NAdam, RAdam, RMSprop]
 # These step every tensor independently, in its own shape. Muon is not in every version of torch that we take.
-_OF_TENSORS: dict[str, Any] = {each.__name__: each for each in [getattr(torch.optim, "Muon", None)] if each is not None}
-_KNOWN: dict[str, Any] = OPTIMIZERS | _OF_TENSORS
+_OF_TENSORS: list[Any] = [getattr(torch.optim, name, None) for name in ("Adafactor", "Muon")]
+OPTIMIZERS: dict[str, Any] = {each.__name__: each for each in _ELEMENTWISE + _OF_TENSORS if each is not None}
+_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")  # on a CPU
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # how a step is computed, not what it is
 PARTS = "parts"  # the key of several optimizers' descriptions
 _STRICT = ConfigDict(extra="forbid", strict=True)
-_Option: TypeAlias = bool | float | Literal["original", "match_rms_adamw"] | list[float]  # words of Muon
+_Option: TypeAlias = bool | int | float | str | list[int | float | None]
 
 
 @with_config(_STRICT)
@@ -52,7 +56,7 @@ class OptimizerSpec:
     """The optimizer that steps in the server. Worker 0 sends it; every other worker must send an equal one.
 
     Attributes:
-        optimizer: name of the class in ``torch.optim``.
+        optimizer: name of the class in ``torch.optim``, or ``module:Class`` of one in a user's plugin.
         parameter_groups: the optimizer's groups, in its order. A tensor in none of them is not stepped.
         learning_rates: row n has the rate of each group after n steps; the last row stays. Empty where no table is
             needed.
@@ -139,21 +143,24 @@ def describe(
     name = _steps_as(optimizer)
     if not (kind or name):
         raise ConfigurationError(
-            f"the optimizer is {type(optimizer).__name__}: the server steps with {', '.join(_KNOWN)} of torch.optim; "
-            "give one of these, or use local SGD, which takes any that needs no closure"
+            f"the optimizer is {type(optimizer).__name__}: the server steps with {', '.join(OPTIMIZERS)} of "
+            f"torch.optim; give one of these, name the module of yours in {PLUGINS}, or use local SGD, which takes any "
+            "that needs no closure"
         )
     check_of_model(optimizer, named)
     numbers = {id(tensor): number for number, (_, tensor) in enumerate(named)}
     groups = [_describe_group(group, kind or name, numbers) for group in optimizer.param_groups]
     fused = bool(kind) or any(group.get("fused") for group in optimizer.param_groups)
-    return OptimizerSpec(kind or name, groups, rates or [], clip_norm, fused and (kind or name) in OPTIMIZERS)
+    return OptimizerSpec(kind or name, groups, rates or [], clip_norm, fused and (kind or name) in _FUSED)
 
 
 def _steps_as(optimizer: Optimizer) -> str:
-    """Returns the name of torch's class whose step an optimizer takes; empty if there is none. A subclass that changes
-    only how the optimizer is made takes the same step."""
+    """Returns the name of the class whose step an optimizer takes; empty if the server has none. A subclass that
+    changes only how an optimizer of torch's is made takes the same step."""
+    if type(optimizer).__module__ in plugin_modules():
+        return f"{type(optimizer).__module__}:{type(optimizer).__qualname__}"
     for each in type(optimizer).__mro__:
-        if _KNOWN.get(each.__name__) is each:
+        if OPTIMIZERS.get(each.__name__) is each:
             return each.__name__ if inspect.unwrap(type(optimizer).step) is inspect.unwrap(each.step) else ""
         if any(callable(value) for name, value in vars(each).items() if name not in ("__init__", "step")):
             return ""
@@ -163,24 +170,42 @@ def _steps_as(optimizer: Optimizer) -> str:
 def _describe_group(group: dict[str, Any], kind: str, numbers: dict[int, int]) -> ParameterGroup:
     """Describes one group; tensors that are not trained, and so not in ``numbers``, are left out."""
     tensors = sorted(numbers[id(each)] for each in group["params"] if id(each) in numbers)
-    return ParameterGroup(
-        tensors, {name: _plain(group[name], name) for name in _arguments_of(kind) if group.get(name) is not None}
-    )
+    options = {name: _plain(group[name], name) for name in _arguments_of(_class(kind)) if group.get(name) is not None}
+    return ParameterGroup(tensors, options)
 
 
-def _arguments_of(kind: str) -> list[str]:
+def _class(name: str) -> Any:
+    """Returns the class of this name; None if the server has none. A plugin's is imported, and never unpickled."""
+    module, _, own = name.partition(":")
+    if own and module in plugin_modules():
+        found = getattr(import_module(module), own, None)
+        return found if inspect.isclass(found) and issubclass(found, Optimizer) else None
+    return OPTIMIZERS.get(name)
+
+
+def _arguments_of(kind: Any) -> list[str]:
     """Returns the constructor's options of the step. A group has more entries, of schedules and of torch itself."""
-    return [name for name in inspect.signature(_KNOWN[kind]).parameters if name not in _HOW]
+    return [name for name in inspect.signature(kind).parameters if name not in _HOW]
 
 
 def _plain(value: Any, name: str) -> _Option:
     """Converts an option to JSON's types: torch takes numbers, tensors of one element, and pairs of either."""
-    if isinstance(value, bool | str):
-        return cast(_Option, value)
-    numbers = [float(each) for each in (value if isinstance(value, tuple | list) else [value])]
-    if not all(map(math.isfinite, numbers)):
+    if isinstance(value, str):
+        return value
+    numbers = [_number(each, name) for each in (value if isinstance(value, tuple | list) else [value])]
+    return numbers if isinstance(value, tuple | list) else cast(_Option, numbers[0])
+
+
+def _number(value: Any, name: str) -> int | float | None:
+    if value is None or isinstance(value, int):
+        return value  # of a pair, one may be None
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f'"{name}" of the optimizer is {value!r}, which the server cannot be sent') from error
+    if not math.isfinite(number):
         raise ConfigurationError(f'"{name}" of the optimizer is {value}: give a finite number')
-    return numbers if isinstance(value, tuple | list) else numbers[0]
+    return number
 
 
 def build_optimizer(spec: OptimizerSpec, layout: Layout, parameters: Tensor) -> Optimizer:
@@ -190,26 +215,30 @@ def build_optimizer(spec: OptimizerSpec, layout: Layout, parameters: Tensor) -> 
         ConfigurationError: there is no such optimizer or option, or the groups do not have each of the layout's tensors
             at most once.
     """
-    kind = _KNOWN.get(spec.optimizer)
+    kind = _class(spec.optimizer)
     if kind is None:
-        raise ConfigurationError(f"the optimizer is {spec.optimizer}: the server has {', '.join(_KNOWN)}")
+        raise ConfigurationError(f"the optimizer is {spec.optimizer}: the server has {', '.join(OPTIMIZERS)}")
     numbers = [number for group in spec.parameter_groups for number in group.tensors]
     if len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(len(layout.segments))):
         raise ConfigurationError("the optimizer's groups have not each tensor of the model once at most")
-    unknown = {name for group in spec.parameter_groups for name in group.options} - set(_arguments_of(spec.optimizer))
+    unknown = {name for group in spec.parameter_groups for name in group.options} - set(_arguments_of(kind))
     if unknown:
         raise ConfigurationError(f"the description of the optimizer: {spec.optimizer} has no {min(unknown)}")
     bounds = list(pairwise(accumulate((segment.size for segment in layout.segments), initial=0)))
     views = list(layout.views(parameters))
 
     def stepped(numbers: list[int]) -> list[Parameter]:
-        if spec.optimizer in _OF_TENSORS:
+        if kind not in _ELEMENTWISE:
             return [Parameter(views[number]) for number in numbers]
         return _stepped(parameters, [bounds[number] for number in numbers])
 
     groups = [{"params": stepped(group.tensors), **_arguments(group.options)} for group in spec.parameter_groups]
     try:
-        return cast(Any, kind)(groups, **({"fused": True} if spec.fused else {}))  # type: ignore[no-any-return]
+        for group in spec.parameter_groups:  # torch checks the options of no group
+            kind([Parameter(torch.zeros(1, 1))], **_arguments(group.options))
+        # Adagrad's first sums are of the constructor's argument, whatever a group says
+        defaults = _arguments(spec.parameter_groups[0].options) if groups else {}
+        return kind(groups, **defaults, **({"fused": True} if spec.fused else {}))  # type: ignore[no-any-return]
     except (ValueError, TypeError) as error:
         raise ConfigurationError(f"the description of the optimizer: {' '.join(str(error).split())}") from error
 
@@ -230,13 +259,7 @@ def of_tensors(framework: JsonObject, tensors: slice) -> JsonObject:
 
 
 def _arguments(options: dict[str, _Option]) -> dict[str, object]:
-    return {name: _argument(name, value) for name, value in options.items()}
-
-
-def _argument(name: str, value: _Option) -> object:
-    if name == "ns_steps" and isinstance(value, float):
-        return int(value)
-    return tuple(value) if isinstance(value, list) else value
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
 def _stepped(parameters: Tensor, bounds: Iterable[tuple[int, int]]) -> list[Parameter]:
