@@ -262,19 +262,18 @@ class Service(Connections):
             peer.hello = hello
             self.membership.wait(peer.id, "hello")
             return None
-        described = self.run is None
-        run = self.run or self._describe(hello.spec, hello.layout, hello.gpu)
-        answer = self._admit(run, peer, hello)
-        for other in list(self.peers.values()) if described else []:
-            if other.hello is not None:
-                self.handle(other, other.hello)
+        answer = self._admit(self.run or self._describe(hello.spec, hello.layout, hello.gpu), peer, hello)
+        for other in list(self.peers.values()) if peer.worker == 0 else []:
+            if (waiting := other.hello) is not None:
+                other.hello = None
+                self.handle(other, waiting)
         return answer
 
     def _admit(self, run: Run, peer: Peer, hello: protocol.Hello) -> protocol.Answer | None:
         run.check(peer.name, hello)
         run.slots.note_shared(peer, hello)
         run.slots.open(peer)  # before the worker is admitted: there may be no room
-        peer.admitted, peer.hello = True, None
+        peer.admitted = True
         peer.channel.largest = USUAL
         peer.channel.notice_death(self.membership.timeout)
         self.journal("joined", f"worker {peer.id} has joined, {self.membership.ready} of {run.spec.workers} are there")

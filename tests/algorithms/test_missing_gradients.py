@@ -92,7 +92,12 @@ def test_without_missing_tensors_the_pieces_stay_as_they_are_and_a_state_may_be_
     assert len(rule.optimizer.param_groups[0]["params"]) > len(before)
     rule.load_state_dict(state)
     assert len(rule.optimizer.param_groups[0]["params"]) == len(before)
-    assert rule.apply(flat, update(torch.ones(sum(SIZES)), 0b10)) is True
+    other = accumulation(anew := flat.clone(), OPTIMIZERS["Adam"], 1)
+    other.load_state_dict(copy.deepcopy(state))
+    for missing in (0, 0b10):
+        assert rule.apply(flat, update(torch.full([sum(SIZES)], -2.0), missing)) is True
+        other.apply(anew, update(torch.full([sum(SIZES)], -2.0), missing))
+        assert torch.equal(flat, anew)
 
 
 def test_the_optimizer_may_have_the_whole_vector_or_the_tensors_themselves() -> None:

@@ -244,6 +244,11 @@ def test_the_short_step_at_the_end_of_an_epoch_counts_for_what_it_has() -> None:
     adascale.interval = 3
     train(model, adascale, task(4), 4)
     assert adascale.gains.whole.scale == 4, "also where no norms are taken"
+    less = AdaScale(sgd(model), scale=2.0, accumulation=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(model, less, task(1), 4)
+    assert less.gains.whole.scale == 1, "one gradient of four is no half of a step"
 
 
 def test_norms_may_be_taken_in_every_third_step_only() -> None:

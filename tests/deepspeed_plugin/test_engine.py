@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -299,3 +300,19 @@ def test_the_ranks_of_an_island_have_their_workers_slot_also_after_the_server_ha
     del memory
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == files + 1, "the present slot's"
+
+
+def test_no_rank_of_an_island_writes_the_slot_before_all_have_read_it_nor_sends_it_half_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    did: list[str] = []
+    client: Any = SimpleNamespace(slot=torch.zeros(2), compressor=None, connection=SimpleNamespace(lock=nullcontext()))
+    for name in ("initialise", "push", "pull"):
+        setattr(client, name, lambda *_, name=name, **given: did.append(name))
+    island: Any = IslandClient(client, WorkerContext(0, 1))
+    monkeypatch.setattr(island, "_barrier", lambda: did.append("all"))
+    monkeypatch.setattr(island, "_broadcast_answer", lambda request, kind: request(client))
+    island.initialise(None)
+    island.push(lambda slot: did.append("write"), None)
+    island.pull(lambda slot: did.append("read"))
+    assert did == ["all", "initialise", "write", "all", "push", "pull", "read", "all"]

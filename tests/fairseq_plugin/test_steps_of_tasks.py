@@ -75,6 +75,22 @@ def test_what_a_task_does_before_its_step_is_taken_or_is_one_line(
             assert gradient == [6.0, 8.0]
 
 
+def test_a_gradient_in_fp16_arrives_without_the_loss_scale_of_its_step() -> None:
+    parameter, sent, slot = Parameter(torch.ones(2, dtype=torch.float16)), list[Any](), torch.zeros(2)
+    scaler: Any = SimpleNamespace(scale=lambda loss: scaler.loss_scale * loss)
+    scaler.check_overflow, scaler.update = lambda norm: None, lambda: None
+    client: Any = SimpleNamespace(worker=0)
+    for scaler.loss_scale in (8.0, 16.0):
+        optimizer = HybridAsync(Namespace(lr=[0.1], clip_norm=0.0), [("weight", parameter)], client, scaler, False)
+        optimizer.worker.exchange = lambda write, *update: sent.append((write(slot), update))  # type: ignore[method-assign]
+        optimizer.zero_grad()
+        optimizer.backward((parameter * torch.tensor([12.0, 16.0])).sum())
+        optimizer.multiply_grads(1 / 4)
+        optimizer.clip_grad_norm(0.0)
+        optimizer.step()
+        assert slot.tolist() == [3.0, 4.0] and (sent[-1][1][0], sent[-1][1][2]) == (4.0, 5.0)
+
+
 @pytest.mark.parametrize(
     ("tokens", "weight"), [([0, torch.tensor(0.0)], 1e-9), ([0, 1], 1.0), ([], 1.0), ([1e-12], 1e-12)]
 )

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import (
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
 from fairseq_async.server.programs import gradient_main, local_sgd_main
 from fairseq_async.server.rounds.shares import Shares
+from tests.helpers.run_files import events
 from tests.helpers.thread_workers import ThreadWorkers
 
 Start = Callable[..., ThreadWorkers]
@@ -447,3 +448,19 @@ def test_a_step_before_it_is_due_is_one_line(workers: Start, capfd: pytest.Captu
 
     workers(1, gradient_main.build).run(train)
     assert "after backward of 1 micro-batches, in a step that has 4" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("method", [HybridAsync, AsyncLocalSGD])
+def test_a_loss_is_that_of_the_step_before_which_it_was_set(workers: Start, tmp_path: Path, method: Any) -> None:
+    def train(worker: int) -> None:
+        model = model_of()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with method(model, optimizer, **{"local_steps": 1} if method is AsyncLocalSGD else {}) as run:
+            for step in range(3):
+                loss_of(model, worker, step).backward()
+                if step != 1:
+                    run.loss = torch.tensor(5.0 + step)
+                optimizer.step()
+
+    workers(1, gradient_main.build if method is HybridAsync else local_sgd_main.build).run(train)
+    assert [event.get("loss") for event in events(tmp_path / "run-0")] == [5.0, None, 7.0]

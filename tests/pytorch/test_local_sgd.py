@@ -102,7 +102,7 @@ def test_a_step_with_nan_is_no_local_step_where_steps_go_on_while_an_answer_is_o
                 optimizer.step()
                 step += 1
             steps = optimizer.state[model.theta]["step"]
-            assert float(steps) == step - 4 and training.progress >= 6
+            assert float(steps) == step - 4 >= 6 and training.progress >= 6
         return model.theta.detach()
 
     (ended,) = workers(1, local_sgd_main.build).run(train)
@@ -123,7 +123,7 @@ def test_worker_0_evaluates_the_servers_parameters_and_goes_on_with_its_own(work
             with training.server_parameters():
                 servers = model.theta.detach().clone()
                 state = training.state_dict()
-                assert torch.equal(servers, state["server"]["parameters"])
+                assert torch.equal(servers, state["server"]["parameters"]) and training.state_dict() is state
                 training.take_server_parameters()  # as a Trainer that evaluates and then saves
                 assert torch.equal(servers, model.theta.detach())
             assert torch.equal(model.theta.detach(), own)

@@ -1,8 +1,11 @@
 """Learning-rate schedules of a plain loop: they follow the run, or end the worker with one line."""
 
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -269,3 +272,43 @@ def test_a_scheduler_that_is_stepped_before_its_optimizer_is_named_once(
 
     workers(1, gradient_main.build).run(train)
     assert capsys.readouterr().err.count("was stepped before the first optimizer.step()") == early
+
+
+@pytest.fixture
+def following(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that makes a ``Trainer`` follow a run."""
+    monkeypatch.setitem(sys.modules, "torchaudio", None)  # transformers would import it; it may not fit this torch
+    return import_module("fairseq_async.pytorch.follow_run")
+
+
+def test_a_trainers_schedule_says_where_it_is_also_where_its_run_began_amid_it(following: Any) -> None:
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+    worker: Any = SimpleNamespace(run_progress=3.0)
+    began = following.RunSchedule(scheduler, optimizer, worker, 9, resumed=False)
+    assert (began.state_dict()["last_epoch"], began.get_last_lr()) == (5, [1 / 6])
+    loaded = LambdaLR(SGD([nn.Parameter(torch.zeros(1))], lr=1.0), lambda step: 1 / (1 + step))
+    loaded.load_state_dict(began.state_dict())
+    assert following.RunSchedule(loaded, loaded.optimizer, worker, 9, resumed=True).state_dict()["last_epoch"] == 5
+
+
+def test_a_trainer_does_what_is_due_where_the_run_has_passed_a_multiple(following: Any) -> None:
+    """Others take steps between two of its own."""
+    worker: Any = SimpleNamespace(finished=False)
+    state, handler = following.TrainerState(max_steps=30, logging_steps=10, save_steps=7), SimpleNamespace(callbacks=[])
+    trainer: Any = SimpleNamespace(state=state, callback_handler=handler)
+    trainer._maybe_log_save_evaluate = trainer.get_batch_samples = None
+    args: Any = SimpleNamespace(logging_strategy="steps", eval_strategy="no", save_strategy="steps")
+    args.logging_first_step, args.eval_delay, args.gradient_accumulation_steps = False, 0, 1
+    flow, seen = following.FollowRun(trainer, lambda: worker, lambda control: None, lambda: None), []
+    for worker.run_progress in (4.0, 8.5, 13.0, 13.2, 21.0, 27.9):
+        control = following.TrainerControl()
+        state.global_step += 1  # the Trainer's own count
+        flow.on_step_end(args, state, control)
+        seen.append((state.global_step, control.should_log, control.should_save))
+    assert seen == [
+        (4, False, False), (8, False, True), (13, True, False), (13, False, False), (21, True, True), (27, False, False)
+    ]  # fmt: skip

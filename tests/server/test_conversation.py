@@ -22,6 +22,7 @@ from fairseq_async.protocol import (
     Greeting,
     Hello,
     Layout,
+    Pull,
     Push,
     PushReply,
     Segment,
@@ -33,12 +34,14 @@ from fairseq_async.protocol import (
 from fairseq_async.server.network import connection_loop
 from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.network.peers import Peer
+from fairseq_async.server.slots import Slots
 from fairseq_async.worker.connection.client import Client
 from scripts.faults.sgd_server import build, sgd_spec
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers import in_process
 from tests.helpers.run_files import events
 from tests.helpers.server_client import LAYOUT, METHOD, ask, changed, join, pull, push
+from tests.helpers.waiting import wait_until
 
 HELLO = Hello(METHOD, LAYOUT, remote=False)
 
@@ -230,9 +233,10 @@ def test_updates_of_one_worker_add_up(server: ThreadServer) -> None:
 
 
 def test_answers_count_the_refused_updates(server: ThreadServer) -> None:
-    first = join(server, 0, updates_per_step=50)
+    first, second = join(server, 0, updates_per_step=50), join(server, 1, updates_per_step=50)
     assert push(first, 0, float("nan")).refused == 1
     assert push(first, 1, 1.0).refused == 1
+    assert push(second, 0, 1.0).refused == 0, "its own alone"
     answer = push(first, 2, float("inf"))
     assert answer.status is Status.REFUSED and answer.refused == 2
 
@@ -249,9 +253,32 @@ def test_worker_0_may_end_the_run_before_its_limits(server: ThreadServer) -> Non
 
 
 def test_the_passes_of_all_workers_together_end_the_run(server: ThreadServer) -> None:
-    first, second = join(server, 0, max_epoch=1), join(server, 1, max_epoch=1)
-    assert not push(first, 0, 0.0, epochs=0.5).finished
-    assert push(second, 0, 0.0, epochs=0.5).finished
+    """Ten tenths are one, though their sum in floating point is less."""
+    both = join(server, 0, max_epoch=1), join(server, 1, max_epoch=1)
+    finished = [push(both[number % 2], number // 2, 0.0, epochs=0.1).finished for number in range(10)]
+    assert finished == [False] * 9 + [True]
+
+
+def no_room(slots: Slots, peer: Peer) -> None:
+    raise OSError("no room")
+
+
+def test_who_waits_for_worker_0_is_answered_once_also_where_its_first_hello_fails(
+    server: ThreadServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the description of the run, its memory may find no room; and worker 0 may be started again."""
+    second, first = Client(server.address, server.token, 1), Client(server.address, server.token, 0)
+    second.connection.channel.send(encode(HELLO))
+    wait_until(lambda: server.service.membership.waiting("hello") == [1])
+    with monkeypatch.context() as full:
+        full.setattr(Slots, "open", no_room)
+        assert "no room" in ask(first, encode(HELLO))["error"]
+    first.close()
+    join(server, 0).close()
+    join(server, 0)
+    assert second.connection.channel.happens(select.POLLIN, 20.0)
+    assert parse_answer(second.connection.channel.receive(), Welcome).initialised
+    assert "version" in ask(second, encode(Pull())) and not second.connection.channel.happens(select.POLLIN, 0.2)
 
 
 def test_a_message_arrives_whole_however_it_is_cut() -> None:

@@ -14,7 +14,14 @@ from tests.helpers.server_client import join, push
 def test_only_two_different_workers_with_the_same_batch_are_named_and_only_once() -> None:
     said: list[str] = []
     batches = FirstBatches(said.append, 4)
-    for worker, digest in [(3, "x"), (0, "a"), (2, "b"), (0, "a"), (3, "y")]:  # worker 0 was started again
+    for worker, digest in [
+        (3, "x"),
+        (0, "a"),
+        (2, "b"),
+        (0, "a"),
+        (3, "y"),
+        (4, "b"),
+    ]:  # 0 was started again, 4 has joined
         batches.note(worker, digest)
     assert said == []
     for worker, digest in [(1, "b"), (3, "a")]:

@@ -1,6 +1,7 @@
 """After forget(w) an object is what it would be without worker w, after an excuse what it would be seconds later, and
 after load_state_dict what the one before was."""
 
+import copy
 from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
@@ -172,13 +173,16 @@ def trained(seen: Collection[int], make: Callable[[], Rule]) -> Rule:
     rule, parameters, generator = make(), torch.zeros(5), torch.Generator().manual_seed(1)
     for number in range(3):
         for worker in seen:
-            delta = torch.randn(5, generator=generator)
-            part = rule.of(number, parameters) if isinstance(rule, FragmentedRule) else (rule, parameters)
-            its = rule.fragments[number % 2].of(delta) if isinstance(rule, FragmentedRule) else delta
-            if isinstance(rule, WorkerBuffers):
-                rule.store_buffers(parameters, Update(worker, number, 0, 1.0, delta))
-            part[0].apply(part[1], Update(worker, number, 0, 1.0 + worker, its, 2.0))
+            take(rule, parameters, worker, number, torch.randn(5, generator=generator))
     return rule
+
+
+def take(rule: Rule, parameters: Tensor, worker: int, number: int, delta: Tensor) -> None:
+    part = rule.of(number, parameters) if isinstance(rule, FragmentedRule) else (rule, parameters)
+    its = rule.fragments[number % 2].of(delta) if isinstance(rule, FragmentedRule) else delta
+    if isinstance(rule, WorkerBuffers):
+        rule.store_buffers(parameters, Update(worker, number, 0, 1.0, delta))
+    part[0].apply(part[1], Update(worker, number, 0, 1.0 + worker, its, 2.0))
 
 
 def pushed(seen: Collection[int], in_fragments: bool) -> ParameterServer:
@@ -359,3 +363,19 @@ def test_an_object_that_goes_on_from_a_state_is_the_one_before_and_has_nothing_i
     assert right == left
     spoil(given, tensors=name not in READ_ONLY)
     assert {key: state(each) for key, each in vars(second).items() if key not in skipped} == right
+
+
+@pytest.mark.parametrize("taken", range(6))
+@pytest.mark.parametrize("name", [name for name in RULES if not name.startswith("accumulation")])
+def test_a_rule_that_goes_back_to_a_state_steps_as_the_one_before(name: str, taken: int) -> None:
+    """At each place in a round; the other one has come to another place in its own."""
+    first, second, deltas = RULES[name](), RULES[name](), torch.randn(9, 5, generator=torch.Generator().manual_seed(2))
+    for rule, count in ((first, taken), (second, 3)):
+        for number in range(count):
+            take(rule, torch.zeros(5), number % 3, number, deltas[number] * (1 if rule is first else 7))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    left, right = torch.zeros(5), torch.zeros(5)
+    for number in range(taken, 9):
+        for rule, parameters in ((first, left), (second, right)):
+            take(rule, parameters, number % 3, number, deltas[number].clone())
+        assert torch.equal(left, right)
