@@ -89,11 +89,14 @@ def test_a_loop_that_ends_by_its_own_count_sends_the_rest_of_its_round(workers: 
     torch.testing.assert_close(ended, TARGETS[0] * (1 - (1 - LR) ** 3))
 
 
-def test_a_step_with_nan_is_no_local_step_where_steps_go_on_while_an_answer_is_on_its_way(workers: Start) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_with_nan_is_no_local_step_also_where_steps_go_on_while_an_answer_is_on_its_way(
+    workers: Start, overlap: bool
+) -> None:
     def train(worker: int) -> Tensor:
         model = Point()
         optimizer = AdamW(model.parameters(), lr=LR)
-        options = {"outer": "sgd", "outer_lr": 1.0, "local_steps": 2, "total_steps": 6, "overlap": True}
+        options = {"outer": "sgd", "outer_lr": 1.0, "local_steps": 2, "total_steps": 6, "overlap": overlap}
         with AsyncLocalSGD(model, optimizer, **options) as training:
             step = 0
             while not training.finished and step < 100:
@@ -102,7 +105,7 @@ def test_a_step_with_nan_is_no_local_step_where_steps_go_on_while_an_answer_is_o
                 optimizer.step()
                 step += 1
             steps = optimizer.state[model.theta]["step"]
-            assert float(steps) == step - 4 >= 6 and training.progress >= 6
+            assert float(steps) == step - 4 and training.progress >= 6 and (step == 10 or overlap)
         return model.theta.detach()
 
     (ended,) = workers(1, local_sgd_main.build).run(train)
@@ -119,14 +122,14 @@ def test_worker_0_evaluates_the_servers_parameters_and_goes_on_with_its_own(work
                 optimizer.zero_grad()
                 model(TARGETS[0]).backward()
                 optimizer.step()
-            own = model.theta.detach().clone()
+            own, began = model.theta.detach().clone(), training.loop.began
             with training.server_parameters():
                 servers = model.theta.detach().clone()
                 state = training.state_dict()
                 assert torch.equal(servers, state["server"]["parameters"]) and training.state_dict() is state
                 training.take_server_parameters()  # as a Trainer that evaluates and then saves
                 assert torch.equal(servers, model.theta.detach())
-            assert torch.equal(model.theta.detach(), own)
+            assert torch.equal(model.theta.detach(), own) and training.loop.began > began, "it is no part of a step"
             training.pull()
             assert training.state_dict()["server"]["version"] == state["server"]["version"] + 1, "a checkpoint is new"
             return own, servers, model.theta.detach().clone()

@@ -4,7 +4,7 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 
+from fairseq_async.algorithms import Update
+from fairseq_async.protocol import Layout
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
+from fairseq_async.server.optimizers.several import SeveralOptimizers
 from fairseq_async.server.programs import gradient_main, local_sgd_main
 from tests.helpers.thread_workers import ThreadWorkers
 
@@ -264,6 +267,24 @@ def test_a_saved_state_goes_on_with_both_optimizers(workers: Start) -> None:
     ((_, state),) = workers(1, build).run(lambda worker: train(range(2), None))
     ((resumed, _),) = workers(1, build).run(lambda worker: train(range(2, STEPS), state))
     assert torch.equal(whole, resumed)
+
+
+@pytest.mark.parametrize(("given", "updates"), [({}, 3), ({"updates_per_step": 1}, 1)])
+def test_a_round_of_several_optimizers_has_the_updates_that_the_options_say(
+    given: dict[str, Any], updates: int
+) -> None:
+    """Another server goes on amid it."""
+    nets = models()
+    layout = Layout.of(list(nn.ModuleList(nets).named_parameters()))
+    spec = HybridAsync(nets, by_model(nets), **given).describe(3)
+    made = [gradient_main.build(spec, layout, torch.zeros(layout.size))[0] for _ in range(2)]
+    rule, other = (cast(SeveralOptimizers, each) for each in made)
+    steps = []
+    for number in range(updates):
+        other.load_state_dict(copy.deepcopy(rule.state_dict()))
+        assert (other.count, other.moves_parameters()) == (number, number == updates - 1)
+        steps.append(rule.apply(torch.zeros(layout.size), Update(number, 0, 0, 1.0, torch.ones(layout.size))))
+    assert steps == [False] * (updates - 1) + [True]
 
 
 def test_the_log_has_the_other_optimizers_tensors_as_missing(workers: Start, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ from torch import Tensor
 
 from fairseq_async.algorithms import HybridAccumulation, Rule, Update
 from fairseq_async.method.spec import MethodSpec
-from fairseq_async.protocol import Layout, Segment
+from fairseq_async.protocol import Layout, Receipt, Report, Segment, Status
 from fairseq_async.records.event_log import EventLog
+from fairseq_async.records.settled import Settled
 from fairseq_async.replay.replay import Recording, Replay
 from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.membership import Membership
@@ -77,3 +80,12 @@ def test_a_round_with_a_refused_gradient_is_repeated_with_its_own_size(tmp_path:
     assert [event["worker"] for event in events(tmp_path) if event["status"] == "refused"] == [bad]
     replay = Replay(Recording.read(tmp_path), three(bad))
     assert len(list(replay.steps())) >= 4 and torch.equal(replay.parameters, last)
+
+
+def test_of_updates_that_were_applied_together_the_last_alone_has_a_checksum(tmp_path: Path) -> None:
+    """There is none of the parameters in between, and one takes a pass over all of them."""
+    server: Any = SimpleNamespace(version=0, state_dict=dict, checksum=lambda: "of the last")
+    recorder, server.version = Recorder(tmp_path, server, False), 2
+    receipts = [Receipt(n, 0, 0, 1.0, Status.APPLIED, n, 1.0, version) for n, version in enumerate((1, 2, 2))]
+    found = [recorder.of(Settled(receipt, Report())) for receipt in receipts]
+    assert [each.get("checksum") for each in found] == [None, "of the last", None]

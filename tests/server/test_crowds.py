@@ -158,6 +158,27 @@ def test_a_worker_that_answers_slowly_comes_in_through_a_crowd_of_strangers(
         assert parse_answer(channel.receive(), Introduced).worker == 1
 
 
+def test_a_worker_that_has_begun_to_introduce_itself_stays_though_others_of_its_address_are_younger(
+    start_thread_server: StartThreadServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fairseq_async.server.network.connection_loop._HANDSHAKE_SECONDS", 1e6)  # on a busy machine
+    monkeypatch.setattr("fairseq_async.server.network.connection_loop._MOST_STRANGERS", 8)
+    server = start_thread_server(2)
+    host, _, port = server.address.rpartition(":")
+    with socket.create_connection((host, int(port))) as slow, ExitStack() as crowd:
+        channel = Channel(slow)
+        theirs, ours = parse_answer(channel.receive(), Greeting).challenge, challenge()
+        own = proof(server.token, "worker", theirs, ours)
+        body = encode(Introduce(own, ours, 1, joins=False, instance="x"))
+        slow.sendall(struct.pack("!IQ", len(body), 0) + body[:9])
+        wait_until(lambda: any(peer.has_begun for peer in server._loop.peers))
+        for _ in range(12):
+            crowd.enter_context(socket.create_connection((host, int(port))))
+        wait_until(lambda: server.service.refusals.counts["no introduction"] == 13 - 8)
+        slow.sendall(body[9:])
+        assert parse_answer(channel.receive(), Introduced).worker == 1
+
+
 def test_a_storm_of_one_address_costs_that_address_alone(
     start_thread_server: StartThreadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,24 @@ def test_a_connection_that_breaks_does_not_end_the_run_of_the_last_worker(server
     assert server.over_at(64.0)
 
 
+def test_a_finished_run_waits_longer_for_a_worker_0_that_died_than_for_others(server: Server) -> None:
+    """For as long as it loads its model, too: it writes the last checkpoint."""
+    first = server.enter(0)
+    server.enter(1).send(Leave(True))
+    first.close()
+    assert not server.over_at(1.0) and not server.over_at(59.0)
+    Connection(server.service).introduce(0, instance="again")
+    assert not server.over_at(60.0) and server.over_at(62.0)
+
+
+def test_a_finished_run_that_was_stopped_waits_for_late_workers_as_long_as_any_other(server: Server) -> None:
+    server.enter(0).send(Leave(True))
+    assert not server.over_at(5.0)
+    server.clock.now = 4000.0
+    server.loop._excuse_silence(1005.0, 0.0)
+    assert not server.over_at(3019.0) and server.over_at(3021.0)
+
+
 def test_a_global_server_waits_for_its_regions_however_long_their_line_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,3 +68,14 @@ def test_a_worker_that_connects_again_has_one_connection(tmp_path: Path) -> None
     before.close()
     assert service.peers == {1: now.peer} and 1 in service.membership.members, "the end of the one before"
     end(service)
+
+
+def test_a_worker_comes_anew_though_the_end_of_its_last_process_was_not_read_yet(tmp_path: Path) -> None:
+    """The server was in a long step."""
+    service = new_service(2, tmp_path, build, lambda: 1000.0)
+    killed, again = Connection(service), Connection(service)
+    killed.introduce(1, instance="killed")
+    killed.channel.end()
+    again.introduce(1, instance="again")
+    assert service.peers == {1: again.peer}
+    end(service)

@@ -229,6 +229,7 @@ def test_what_is_left_of_a_lost_connection_changes_no_update(hosts: ShardHosts, 
         lost.close()
         made.push(1, 1)
         found = made.start(0)
+        assert made.lines[0].connections[0].room is None, "the slot is the next update's"
     with ServedByHosts(gradient_main.build, hybrid(ServerOptions()), tmp_path) as alone:
         alone.push(0, 2)
         assert torch.equal(alone.start(0), found)
@@ -271,10 +272,11 @@ def test_nobody_takes_the_place_of_a_worker_that_is_connected(hosts: ShardHosts,
             Connection(other, 0)
         assert len(made.push(2, 2)) == 2
         made.lines[0].close()
+        broken = Connection(other, 0)  # without a word to the host
         successor = Connection(other, 0)
         successor.send(encode(Part(0)))
         successor.send(encode(Part(0)), made.memory.slot(0)[:1])
-        successor.close()
+        successor.close(), broken.close()
 
 
 def test_strangers_second_servers_and_other_programs_are_refused(hosts: ShardHosts, tmp_path: Path) -> None:

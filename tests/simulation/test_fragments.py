@@ -16,7 +16,7 @@ from fairseq_async.simulation.fragments import FragmentedWork
 from fairseq_async.simulation.problems.gaussians import Gaussians
 from fairseq_async.simulation.workers import StreamedParameters
 from tests.helpers.references import DelayedNesterov64
-from tests.helpers.simulations import DN, Log, experiment, finish, run, trial
+from tests.helpers.simulations import DN, experiment, finish, run, trial
 
 STREAMING: dict[str, Any] = {
     "method": "local_sgd",
@@ -99,22 +99,11 @@ def test_the_simulation_is_a_reference_in_float64(tmp_path: Path, monkeypatch: p
     assert torch.allclose(after.double(), reference.run(batches), rtol=0, atol=1e-5)
 
 
-def test_steps_beside_the_last_exchange_count_though_fewer_were_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The delay is two steps, and one of eleven is left."""
-    given = experiment(tmp_path, methods={"it": STREAMING | {"fragment_delay": 2}}, steps=11, **PLAIN, **EQUAL)
-    simulated = trial(given, log := Log())
-    drawn, indices = list[int](), simulated.model.order.indices
-
-    def noted(shard: int, start: int, count: int) -> Sequence[int]:
-        drawn.append(shard)
-        return indices(shard, start, count)
-
-    monkeypatch.setattr(simulated.model.order, "indices", noted)
-    finish(simulated)
-    steps = [report.local_steps or 0 for _, _, report in log.events]
-    assert sum(steps) == len(drawn) and [receipt.weight for _, receipt, _ in log.events] == steps
+def test_steps_beside_an_exchange_count_where_a_slow_worker_is_to_take_fewer(tmp_path: Path) -> None:
+    """The delay is two steps, and a worker of a fourth of the speed is given one."""
+    method = STREAMING | {"fragment_delay": 2, "dynamic_local_steps": True}
+    _, log = run(tmp_path, method, cluster={"workers": 2, "seconds_per_step": [1.0, 4.0]}, **PLAIN)
+    assert {(report.local_steps, receipt.weight) for _, receipt, report in log.events} == {(2, 2.0)}
 
 
 def test_steps_beside_an_exchange_go_on_in_the_data_and_in_the_schedule() -> None:
