@@ -143,6 +143,11 @@ def test_a_loss_scale_falls_to_its_least_and_then_lets_gradients_through(monkeyp
     for each in (scale, resumed):
         assert [each.skips(True) for _ in range(3)] == [False] * 3 and each.value > 2.0
     assert scale.state_dict() == resumed.state_dict()
+    patient, other = (LossScale(section | {"hysteresis": 2, "min_loss_scale": 1}) for _ in range(2))
+    patient.skips(False)
+    other.load_state_dict(patient.state_dict())
+    for each in (patient, other):
+        assert each.skips(False) and each.value == 2.0, "it falls with the second"
 
 
 @pytest.mark.parametrize(("section", "value"), [(None, 1.0), ({"enabled": True, "loss_scale": 8}, 8.0)])

@@ -1,6 +1,7 @@
 """Shared memory between real processes."""
 
 import gc
+import mmap
 import multiprocessing as mp
 import os
 import threading
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from fairseq_async.errors import ConfigurationError, ExchangeError
-from fairseq_async.exchange import SharedMemory
+from fairseq_async.exchange import SharedMemory, linux
 
 SIZE = 200_000
 
@@ -140,3 +141,11 @@ def test_a_server_that_died_while_it_published_is_noticed(monkeypatch: pytest.Mo
     memory._advance_counter()  # begun, never ended
     with pytest.raises(ExchangeError, match="stopped while it published"):
         memory.read(torch.empty(5).copy_)
+
+
+def test_of_memory_that_is_given_back_the_whole_pages_within_are_lost_and_nothing_beside_them() -> None:
+    with mmap.mmap(-1, 4 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        held = torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+        linux.give_back(held.data_ptr() + 8, 3 * mmap.PAGESIZE)
+        assert [int(page.sum()) for page in held.split(mmap.PAGESIZE)] == [mmap.PAGESIZE, 0, 0, mmap.PAGESIZE]
+        del held

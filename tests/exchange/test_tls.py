@@ -124,6 +124,17 @@ def test_a_message_in_the_same_record_as_the_end_of_a_tensor_is_not_forgotten(pa
     assert got == [b"a"] and server.has_message and server.messages() == [b"b"]
 
 
+def test_a_side_that_waits_for_messages_waits_as_before_after_a_look_at_what_is_there(
+    pair: tuple[Channel, Channel],
+) -> None:
+    for channel in pair:
+        channel.connection.settimeout(7.0)
+        assert channel.messages() == [] and channel.connection.gettimeout() == 7.0
+    for channel in pair:
+        channel.queue(b"small")
+        assert channel.flush() and channel.connection.gettimeout() == 7.0
+
+
 def test_a_connection_that_has_ended_never_goes_on_in_plain_text(pair: tuple[Channel, Channel]) -> None:
     worker, server = pair
     server.end()

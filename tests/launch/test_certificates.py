@@ -1,6 +1,7 @@
 """``fairseq-async certificates``."""
 
 import sys
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,9 @@ def test_the_command_writes_what_both_sides_need_with_keys_that_nobody_else_read
     assert names(directory) == {"node1", "10.0.0.1", "127.0.0.1", "localhost"}
     tls.server_context(directory)
     tls.worker_context(directory)
+    for path in directory.glob("*.pem"):
+        begins = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_before_utc
+        assert datetime.now(timezone.utc) - begins > timedelta(minutes=59), "another machine's clock may be behind"
 
 
 def test_a_second_call_keeps_the_authority_so_that_what_was_copied_stays_good(tmp_path: Path) -> None:

@@ -166,6 +166,16 @@ def test_a_state_is_moved_as_it_is() -> None:
     assert there["c"] is None and moved(state, torch.device("cpu"))["a"][0] is state["a"][0]  # type: ignore[index]
 
 
+def test_a_gpu_has_room_where_all_slots_fit_beside_the_servers_own(ipc: FakeIpc) -> None:
+    """A slot for each worker, and published parameters, own ones, the accumulator, two moments, the last step."""
+    device = torch.device("cpu")
+    ipc.free = 4 * 10 * (6 + 3)
+    GpuMemory.create(10, 3, True, device)
+    ipc.free -= 1
+    with pytest.raises(ExchangeError, match="no room on the GPU"):
+        GpuMemory.create(10, 3, True, device)
+
+
 def test_a_gpu_without_room_is_one_line_before_training(ipc: FakeIpc, tmp_path: Path) -> None:
     ipc.free = 100
     with pytest.raises(RefusedError, match="no room on the GPU for the server: .*give --server-device cpu"):

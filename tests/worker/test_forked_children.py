@@ -5,7 +5,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from fairseq_async.worker.start import process
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.waiting import wait_until
 
@@ -37,3 +41,14 @@ def test_the_connection_of_a_worker_that_is_killed_ends_though_its_data_loader_l
         finally:
             os.kill(child, signal.SIGKILL)
             server.stop()
+
+
+def test_a_process_ends_the_servers_that_it_has_started_and_none_of_the_process_that_it_was_forked_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[int] = []
+    owners = (os.getppid(), os.getpid(), os.getpid())
+    servers = [SimpleNamespace(end=lambda why, number=number: ended.append(number)) for number in range(3)]
+    monkeypatch.setattr(process, "_own", list(zip(owners, servers, strict=True)))
+    process.end_own_servers()
+    assert ended == [1, 2]

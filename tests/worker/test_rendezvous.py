@@ -38,6 +38,17 @@ def test_another_rank_finds_its_place_taken(other_job: TCPStore, monkeypatch: py
         store.open_store(1)
 
 
+def test_ranks_that_torchrun_has_started_again_find_nothing_that_those_before_have_told(
+    other_job: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address of a server that is gone, for one; and their own places are free."""
+    store.tell(1, "server", "127.0.0.1:1")
+    monkeypatch.setattr(store, "_kept", [])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    store.tell(1, "server", "127.0.0.1:2")
+    assert store.ask(1, "server", "") == "127.0.0.1:2" and store.open_store(1).num_keys() >= 4
+
+
 def test_the_number_of_ranks_of_this_machine_is_what_deepspeed_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library may have set LOCAL_WORLD_SIZE, torchrun's variable, to 1."""
     for name in [name for name in os.environ if name.startswith("FAIRSEQ_ASYNC_")]:
