@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async.errors import ConfigurationError, RefusedError
+from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
 from fairseq_async.exchange import GpuMemory
 from fairseq_async.method import methods
 from fairseq_async.method.spec import MethodSpec, local_sgd_spec
