@@ -111,10 +111,10 @@ def check(config: dict[str, Any], options: MethodOptions, section: Section, name
         )
     if options.method == "hybrid_async":
         _check_hybrid(config, name)
-        if options.micro_batches > 1:
+        if options.micro_batches > 1 or options.shares != "equal":
             raise ConfigurationError(
-                f'{name}: "micro_batches" is not supported: DeepSpeed accumulates "gradient_accumulation_steps" '
-                'batches on every worker; leave it and "shares" out'
+                f'{name}: "micro_batches" and "shares" are not supported: DeepSpeed accumulates '
+                '"gradient_accumulation_steps" batches on every worker; leave them out'
             )
     if isinstance(options, AsyncLocalSGDOptions) and section.island_size > 1:
         in_turn = "fragments" if options.fragments > 1 else "fragment_delay"

@@ -66,7 +66,10 @@ def _inner_class(method: str, name: str) -> Any:
 
 def hybrid_options(args: Namespace, cfg: DictConfig) -> HybridOptions:
     """The options of ``--optimizer hybrid_async``."""
-    return option_flags.method_options(HybridOptions, args, _of_fairseq(cfg))
+    others = _of_fairseq(cfg)
+    if args.hybrid_async_shares == "auto":
+        others["micro_batches"] = refused.check_shares(cfg)
+    return option_flags.method_options(HybridOptions, args, others)
 
 
 def local_sgd_options(args: Namespace, cfg: DictConfig) -> LocalSGDOptions:
@@ -124,7 +127,8 @@ def describe_hybrid(args: Namespace, cfg: DictConfig, workers: int) -> MethodSpe
     if overrides := _optimizer_overrides(cfg.checkpoint.optimizer_overrides):
         framework[OPTIMIZER_OVERRIDES] = overrides
     # In a synchronous run fairseq ends each worker at --max-epoch, after its own part of the data: no count is needed.
-    max_epoch = 0 if synchronous else cfg.optimization.max_epoch
+    # Where a worker has more micro-batches than others, it comes to later epochs before them.
+    max_epoch = 0 if synchronous and options.shares == "equal" else cfg.optimization.max_epoch
     return hybrid_spec(options, workers, server_options(args), framework, options.total_steps, max_epoch)
 
 

@@ -245,6 +245,7 @@ class HybridTrainer(AsynchronousTrainer):
     """
 
     _server_state: StateDict | None = None  # the state that was validated or saved, until the next step
+    _group: Sequence[FairseqObject] = ()  # of the step's batches, where their number changes, those that were drawn
 
     @property
     def worker(self) -> HybridWorker:
@@ -288,7 +289,17 @@ class HybridTrainer(AsynchronousTrainer):
     # optimizer's step, set_num_updates, _reduce_and_log_stats
 
     def train_step(self, samples: Sequence[FairseqObject], raise_oom: bool = False) -> FairseqObject:
-        """Takes one step as fairseq does, and notes what the server is to record of it."""
+        """Takes one step as fairseq does, and notes what the server is to record of it.
+
+        Where the server divides the batches of a step among the workers, fairseq draws them one by one, and the step is
+        taken with the last of them, or with the last of the epoch; before it, this is a step that does not count.
+        """
+        if number := self.worker.micro_batches:
+            self._group = [*self._group, *samples]
+            if len(self._group) < number and not self._iterator.end_of_epoch():
+                self._num_updates = AppliedUpdates(self._num_updates, self._num_updates)
+                return None
+            samples, self._group = self._group, ()
         if self._server_state is not None:  # others went on while this worker validated and saved
             self.worker.check_unchanged()
             self._server_state = None
@@ -297,6 +308,10 @@ class HybridTrainer(AsynchronousTrainer):
         self.optimizer.report = Report(self._iterator.state_dict(), self.fraction_of_epoch(real))
         self.loop.begin_step()
         return super().train_step(real or samples[:1], raise_oom)
+
+    def cumulative_training_time(self) -> float:
+        """Returns the time by which --stop-time-hours ends training; 0 while a step's batches are drawn."""
+        return 0.0 if self._group else float(super().cumulative_training_time())
 
     def _set_seed(self) -> None:
         """Seeds by the number of this worker's updates, since the version may stay the same for several batches.

@@ -97,6 +97,24 @@ def check_asynchronous(args: Namespace, cfg: DictConfig) -> None:
     _refuse((frequency < 1, f"--update-freq {frequency}: a step needs a batch; give 1 or more"))
 
 
+def check_shares(cfg: DictConfig) -> int:
+    """Returns the number of batches in a step of a worker, which the server is to divide anew.
+
+    Raises:
+        ConfigurationError: a flag of fairseq does not go with numbers that change.
+    """
+    frequencies = cfg.optimization.update_freq
+    _refuse(
+        (
+            len(set(frequencies)) > 1,
+            f"--update-freq {','.join(map(str, frequencies))}: with --shares auto a step is always of as many batches "
+            "of all workers together; give one number",
+        ),
+        (cfg.optimization.skip_remainder_batch, "--skip-remainder-batch: not possible with --shares auto"),
+    )
+    return int(frequencies[0])
+
+
 def check_local_schedule(args: Namespace, workers: int) -> None:
     """Checks for a schedule that needs validations: worker 0 alone validates, and each worker has a schedule.
 

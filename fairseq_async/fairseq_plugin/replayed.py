@@ -22,6 +22,7 @@ from fairseq_async.fairseq_plugin.asynchronous_trainer import AsynchronousTraine
 from fairseq_async.fairseq_plugin.command_line import read_command
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.registry import METHODS
+from fairseq_async.fairseq_plugin.session import leave_to_server
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Assignment, Layout, Push, PushReply, ScheduleReply, Status, Welcome
 from fairseq_async.records.events import Event
@@ -122,6 +123,7 @@ def _assignment(following: Event) -> Assignment:
         offset=following.offset or 0,
         progress=following.progress or 0.0,
         progress_per_step=1.0 if following.progress_per_step is None else following.progress_per_step,
+        micro_batches=following.micro_batches or 0,
     )
 
 
@@ -145,8 +147,7 @@ class ReplayedWorker:
 
     def __init__(self, cfg: FairseqConfig, spec: MethodSpec, context: WorkerContext, events: Sequence[Event]) -> None:
         cfg = deepcopy(cfg)
-        if spec.max_epoch:
-            cfg.optimization.max_epoch = 0  # as in the run: the server counts the passes
+        leave_to_server(cfg, spec)
         self.client = RecordedClient(context.worker, events)
         session = ReplayedSession(cfg.optimizer, context, spec, self.client)
         utils.set_torch_seed(cfg.common.seed)

@@ -176,8 +176,7 @@ class WorkerSession:
         """Changes the configuration to that of one worker of several."""
         if torch.cuda.is_available() and not cfg.common.cpu:
             torch.cuda.set_device(self.context.local_rank % torch.cuda.device_count())
-        if self.spec.max_epoch:
-            cfg.optimization.max_epoch = 0  # the server counts the passes of all workers together
+        leave_to_server(cfg, self.spec)
         if self.context.worker > 0:
             self._leave_to_worker_0(cfg)
 
@@ -193,6 +192,15 @@ class WorkerSession:
             cfg.common.log_file += f".worker{self.context.worker}"
         if cfg.common.tensorboard_logdir:
             cfg.common.tensorboard_logdir += f"/worker{self.context.worker}"
+
+
+def leave_to_server(cfg: FairseqConfig, spec: MethodSpec) -> None:
+    """Takes from fairseq's configuration what the server of the run does."""
+    if spec.max_epoch:
+        cfg.optimization.max_epoch = 0  # the server counts the passes of all workers together
+    if spec.micro_batches:  # the trainer puts together the batches of a step, whose number changes
+        cfg.common.fp16_scale_window = cfg.common.fp16_scale_window or int(2**14 / spec.micro_batches)
+        cfg.optimization.update_freq = [1]
 
 
 def _resumes(cfg: FairseqConfig) -> bool:

@@ -13,8 +13,8 @@ from fairseq_async.method.global_server import parse_upstream
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions, Options, ServerOptions
 from fairseq_async.options.validation import checked, gone
 
-_WITHOUT_FLAG = ("method", "total_steps", "seed", "micro_batches", "shares")  # fairseq has its own for the next two
-_OF_FAIRSEQ = {"total_steps": "--max-update"}
+_WITHOUT_FLAG = ("method", "total_steps", "seed", "micro_batches")  # fairseq has its own for the last three
+_OF_FAIRSEQ = {"total_steps": "--max-update", "micro_batches": "--update-freq"}
 _Options = TypeVar("_Options", bound=Options)
 _LAST = ("total_steps", "shards", "seed", "upstream")  # shown last in help and tables
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, FailFast, JsonValue, TypeAdapter, with_config
 
-from fairseq_async.errors import option
+from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.method import methods
 from fairseq_async.method.global_server import UpstreamOption, parse_upstream
 from fairseq_async.method.option_checks import check_buffers, check_device, check_fragments, check_shards
@@ -256,6 +256,10 @@ def hybrid_spec(
         ConfigurationError: the options do not go with this number of workers, or with a server in shards.
     """
     filled = options.for_workers(workers)
+    if filled.shares == "auto" and filled.micro_batches == 1:
+        raise ConfigurationError(
+            f"{option('shares')} is auto: give {option('micro_batches')} of at least 2 to be divided"
+        )
     check_shards(options, server)
     check_device(options, server)
     return MethodSpec(

@@ -282,8 +282,6 @@ class HybridOptions(Options):
     def _waits_for_somebody(self) -> "HybridOptions":
         if self.barrier and self.look_ahead:
             raise ValueError(f"{option('look_ahead')} is for runs without {option('barrier')}: leave it out")
-        if self.shares == "auto" and self.micro_batches == 1:
-            raise ValueError(f"{option('shares')} is auto: give {option('micro_batches')} of at least 2 to be divided")
         return self
 
     @property

@@ -49,6 +49,7 @@ class Event:
     waiting_seconds: float | None = None
     held_seconds: float | None = None
     look_ahead: float | None = None
+    micro_batches: int | None = None
     shard: int | None = None
     offset: int | None = None
     missing: str | None = None

@@ -45,7 +45,7 @@ def pytorch(method: str, given: dict[str, Any]) -> tuple[Any, Any]:
 
 
 FRONT_ENDS: dict[str, tuple[Parse, Callable[[str, str], str], tuple[Any, ...], tuple[str, ...]]] = {
-    "fairseq": (fairseq, spelling, NUMBERS, ("total_steps", "seed", "micro_batches", "shares")),
+    "fairseq": (fairseq, spelling, NUMBERS, ("total_steps", "seed", "micro_batches")),
     "DeepSpeed": (deepspeed, lambda method, name: as_key(name), WORDS, ()),
     "PyTorch": (pytorch, lambda method, name: as_argument(name), WORDS, ("shards",)),
 }

@@ -1,12 +1,17 @@
 """Real ``fairseq-train`` processes: equal to what is known, then learning, stopping, going on."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from fairseq_async.fairseq_plugin.replayed import FairseqRun
+from fairseq_async.replay import Recording, Replay
 from tests.helpers.commands import HYBRID, MODEL, PACKAGE, Processes, command, plain_command
 from tests.helpers.run_files import events, load, relative_differences, valid_losses
 
@@ -192,3 +197,70 @@ def test_half_precision_models_have_fp32_masters_in_the_server(alone: Alone, tmp
         state = load(tmp_path / name / "checkpoint_last.pt")
         masters = state["last_optimizer_state"]["server"]["parameters"]
         assert masters.dtype == torch.float32 and not torch.equal(masters, masters.half().float())
+
+
+def drawn_by(run: FairseqRun, worker: int) -> Iterator[Any]:
+    """The batches of a worker's part, one by one, without those that fill up an epoch."""
+    own = run.workers[worker].trainer.get_train_iterator(1)
+    while True:
+        yield from filter(len, own.next_epoch_itr())
+
+
+def in_float64(run_dir: Path, recording: Recording) -> Tensor:
+    """Where SGD in float64 ends with the mean per token over the batches of each step."""
+    run = FairseqRun(run_dir, recording.spec, recording.events)
+    trainer = run.workers[0].trainer
+    named, criterion = trainer.trainable_parameters(), trainer.criterion.train()
+    model, parameters = trainer.model.double().train(), [parameter for _, parameter in named]
+    torch.nn.utils.vector_to_parameters(recording.start["server"]["parameters"].double(), parameters)
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    batches = {worker: drawn_by(run, worker) for worker in run.workers}
+    for step in recording.rounds():
+        tokens = 0
+        optimizer.zero_grad()
+        for event in step:
+            while event.weight > 0:  # tokens: its batches add up to it
+                loss, size, _ = criterion(model, next(batches[event.worker]))
+                loss.backward()
+                tokens, event = tokens + size, replace(event, weight=event.weight - size)
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad /= tokens
+        optimizer.step()
+    return torch.nn.utils.parameters_to_vector(parameters)
+
+
+def test_shares_by_speed_are_a_synchronous_run_of_the_same_batches(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three passes over the data, of which the fast worker is in later ones before the other."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["--barrier", "--shares", "auto", "--update-freq", 4, "--max-tokens", 50, "--max-epoch", 3, "--record"]
+    flags += ["--inner-optimizer", "sgd", "--dropout", 0, "--clip-norm", 0]
+    flags += ["--lr", 0.5, "--lr-scheduler", "fixed", "--warmup-updates", 0]
+    launcher = ["--slowdown", "1,9"]
+    code, output = launch(2, tmp_path / "run", *flags, launcher=launcher)
+    assert code == 0, output
+    given = {(event["worker"], event["micro_batches"]) for event in events(tmp_path / "run")}
+    assert given > {(0, 4), (1, 4)}
+    assert sum(event["epochs"] for event in events(tmp_path / "run")) >= 3 - 1e-6
+    recording = Recording.read(tmp_path / "run")
+    repeated = Replay(recording, FairseqRun(tmp_path / "run", recording.spec, recording.events))
+    versions = list(repeated.steps())
+    assert len(versions) == repeated.compared == events(tmp_path / "run")[-1]["version_after"]
+    torch.testing.assert_close(repeated.parameters.double(), in_float64(tmp_path / "run", recording), rtol=0, atol=1e-6)
+
+
+def test_shares_by_speed_go_on_with_the_next_batch_of_each_worker(launch: Launch, tmp_path: Path) -> None:
+    """The first part stops in the midst of an epoch, in which the workers are not at the same place."""
+    flags = ["--barrier", "--shares", "auto", "--update-freq", 4, "--max-tokens", 50]
+    for end in (["--max-update", 8], ["--max-epoch", 2]):
+        code, output = launch(2, tmp_path, *flags, *end, launcher=["--slowdown", "1,9"])
+        assert code == 0, output
+    before = [(1, 0), (1, 0)]
+    for event in events(tmp_path):
+        worker, (epoch, at) = event["worker"], before[event["worker"]]
+        now = event["position"]["epoch"], event["position"]["iterations_in_epoch"]
+        assert now == (epoch, at + event["micro_batches"]) or now == (epoch + 1, 0)
+        before[worker] = now
+    assert before[0] > before[1] and sum(event["epochs"] for event in events(tmp_path)) >= 2 - 1e-6
