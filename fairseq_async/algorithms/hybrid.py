@@ -28,7 +28,8 @@ class HybridAccumulation:
     is the one that a synchronous run would take on the same batches. With N = 1 this is plain asynchronous SGD, and the
     optimizer sees the worker's gradient unchanged, to the bit.
 
-    A partial step, of n < N gradients, counts as n/N of a step in the schedule. Its learning rate is lower, so that a
+    A partial step, of n < N gradients, counts as n/N of a step in the schedule; where gradients are of several
+    micro-batches each, these are counted in their place. Its learning rate is lower, so that a
     gradient moves the parameters about as far as in a whole step (:func:`partial_rate`). Gradients that all have weight
     0 make no step.
 
@@ -43,6 +44,7 @@ class HybridAccumulation:
             another order of summation it would differ in its last bits. By default the norms are those of the
             optimizer's tensors, and a tensor without a gradient counts as zeros, since it is not known where it lies.
         elementwise: whether the optimizer computes each element by itself, so that several threads may share a step.
+        micro_batches: how many of them a gradient is of on average, where they differ.
         partial_steps: whether :meth:`limit_round` sets how many gradients the next step has, and a step of fewer than N
             is a partial step. Otherwise all steps are whole steps.
 
@@ -62,6 +64,7 @@ class HybridAccumulation:
         tensors: Sequence[Tensor] | None = None,
         partial_steps: bool = False,
         elementwise: bool = False,
+        micro_batches: int = 1,
     ) -> None:
         if updates_per_step < 1:
             raise ValueError(f"updates_per_step is {updates_per_step}; it must be at least 1")
@@ -78,6 +81,7 @@ class HybridAccumulation:
         self._missing = 0  # the tensors that no gradient of the present step has
         self.weight = 0.0
         self.count = 0
+        self._micro_batches, self._whole = 0, updates_per_step * micro_batches  # in the present step, in a whole one
         self._left = 0  # gradients left by a state without partial steps: the first step takes them too
 
     def apply(self, parameters: Tensor, update: Update) -> float:
@@ -94,6 +98,7 @@ class HybridAccumulation:
         """Adds one mean gradient; returns the L2 norm of the mean so far where it ``measures`` that on the way."""
         mean, norm = self._accumulator(parameters), None
         self.weight += update.weight
+        self._micro_batches += update.micro_batches
         self._missing = update.missing & (self._missing if self.count else -1)
         if self.count == 0:
             copy_in_threads(mean, update.delta)
@@ -109,7 +114,7 @@ class HybridAccumulation:
         """Steps the optimizer with the gradients that were added, of this norm if it is known; returns as
         :meth:`apply`."""
         share = self._step(norm) if self.weight > 0 else False  # no token, no gradient to step with
-        self.weight, self.count = 0.0, 0
+        self.weight, self.count, self._micro_batches = 0.0, 0, 0
         self.updates_per_step, self._left = max(1, self.updates_per_step - self._left), 0
         return share if share < 1 else True
 
@@ -135,6 +140,7 @@ class HybridAccumulation:
             "mean": self.mean if self.count else None,
             "weight": self.weight,
             "count": self.count,
+            "micro_batches": self._micro_batches,
             "missing": tensors_of(self._missing) if self.count else [],
             "pieces": self._hidden.sizes(),
         }
@@ -145,6 +151,7 @@ class HybridAccumulation:
         self.optimizer.load_state_dict(state["optimizer"])
         self._missing = sum(1 << number for number in state.get("missing", ()))
         self.weight, self.count = state["weight"], state["count"]
+        self._micro_batches = state.get("micro_batches", self.count)  # not in an older state
         self._left = self.count if self.partial_steps else 0
         if state["mean"] is not None:
             self.mean = torch.empty_like(state["mean"]) if self.mean is None else self.mean
@@ -169,7 +176,7 @@ class HybridAccumulation:
 
     def _step(self, norm: Tensor | None) -> float:
         """Steps the optimizer with the mean gradient, of this norm if it is known; returns how much of a step it is."""
-        share = min(1.0, self.count / self.whole_step) if self.partial_steps else 1.0
+        share = min(1.0, self._micro_batches / self._whole) if self.partial_steps else 1.0
         with self._hidden.without(self._missing), _partial_step(self.optimizer, share):
             if self.clip_norm:
                 self._clip(norm)

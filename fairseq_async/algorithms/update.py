@@ -18,6 +18,7 @@ class Update:
             or, for local SGD, the parameters before minus the parameters after the local steps. Where a model is
             exchanged in fragments, it has the size of the fragment whose turn it is.
         tokens: number of target tokens in the local steps; 0 where they are not counted.
+        micro_batches: how many of them the gradient is of, where the server divides those of a step; else 1.
         missing: the tensors of the model without a gradient, as bits (:mod:`~fairseq_async.algorithms.missing`); their
             elements of ``delta`` are 0.
     """
@@ -29,3 +30,4 @@ class Update:
     delta: Tensor
     tokens: float = 0.0
     missing: int = 0
+    micro_batches: int = 1

@@ -111,6 +111,7 @@ def check_shares(cfg: DictConfig) -> int:
             "of all workers together; give one number",
         ),
         (cfg.optimization.skip_remainder_batch, "--skip-remainder-batch: not possible with --shares auto"),
+        (frequencies[0] == 1, "--shares is auto: give --update-freq of at least 2 to be divided"),
     )
     return int(frequencies[0])
 

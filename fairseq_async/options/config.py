@@ -296,11 +296,7 @@ class HybridOptions(Options):
             ConfigurationError: a barrier would wait for more workers than there are, or a step is not of all workers.
         """
         updates = self.updates_per_step or workers
-        if self.shares == "auto" and not self.barrier:  # a partial step counts gradients, whatever they are of
-            raise ConfigurationError(
-                f"{option('shares')} is auto: give {option('barrier')}, so that each step is of all workers"
-            )
-        if self.shares == "auto" and self.updates_per_step not in (None, workers):
+        if self.shares == "auto" and not (self.closes_early or self.barrier and updates == workers):
             raise ConfigurationError(
                 f"{option('updates_per_step')} is {updates}: with {option('shares')} auto, a step is divided among all "
                 "workers; leave it out"

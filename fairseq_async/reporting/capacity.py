@@ -33,6 +33,7 @@ class MeasuredCosts:
         updates_per_second: updates per second of all workers together.
         exchange: bytes of an update and of the parameters.
         server_spread: how much the server's times vary: their deviation over their mean.
+        micro_batches: of each worker's last gradient, where the server divides those of a step.
     """
 
     costs: Costs
@@ -40,6 +41,7 @@ class MeasuredCosts:
     updates_per_second: float
     exchange: ExchangeBytes
     server_spread: float
+    micro_batches: tuple[int | None, ...] = ()
 
     @property
     def workers(self) -> int:
@@ -85,7 +87,8 @@ def measure(run_dir: Path, compress: str = "") -> MeasuredCosts:
     step, unsharded = max(gap - exchange, _LEAST), exchange + (shards - 1) * server
     costs = Costs(step, unsharded, shards * server, layout.size, push=push, pull=pull, shards=shards)
     rate = sum(1 / max(_LEAST, _typical(each, lambda c: c.gap)) for each in of_workers if each)
-    return MeasuredCosts(costs, tuple(each[0].worker for each in own), rate, sent, pstdev(served) / server)
+    numbers, last = tuple(each[0].worker for each in own), tuple(each[-1].micro_batches for each in own)
+    return MeasuredCosts(costs, numbers, rate, sent, pstdev(served) / server, last if any(last) else ())
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,8 @@ def _measured(measured: MeasuredCosts) -> Table:
     seconds = [f"{value:.4f}" for value in (costs.step, costs.exchange, costs.server)]
     predicted = costs.updates_per_second(measured.workers)
     rates = [f"{measured.workers}", f"{measured.updates_per_second:,.2f}", f"{predicted:,.2f}"]
+    if measured.micro_batches:
+        table.caption = f"micro-batches of each worker's last gradient: {', '.join(map(str, measured.micro_batches))}"
     table.add_row(f"{costs.parameters:,}", *seconds, *rates)
     return table
 

@@ -149,6 +149,7 @@ def _validated(run: LoadedRun) -> dict[str, str | int]:
 def worker_row(run: LoadedRun, worker: int) -> dict[str, str | int]:
     """Returns the cells of one worker of a run, by column: means over its applied updates."""
     applied = [event for event in run.applied if event.worker == worker]
+    last = applied[-1].micro_batches if applied else None
     return {
         "run": _name(run),
         "worker": worker,
@@ -159,6 +160,7 @@ def worker_row(run: LoadedRun, worker: int) -> dict[str, str | int]:
         "longest (s)": f"{max((event.held_seconds or 0.0 for event in applied), default=0.0):.2f}",
         "time computing": f"{run.shares(worker)[COMPUTING]:.0%}",
         "in an update (kB)": _mean((event.bytes_sent or 0) / 1e3 for event in applied),
+        **({} if last is None else {"micro-batches, last": last}),
         **_compressed(run, worker),
     }
 

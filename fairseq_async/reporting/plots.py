@@ -58,8 +58,9 @@ def figures(runs: Sequence[LoadedRun]) -> dict[str, tuple[str, Figure]]:
                 found[name] = (caption, over_updates(runs, name, value))
         if any(len(set(run.step_sizes)) > 1 for run in runs):
             found["step_sizes"] = ("Updates in a step: share of the steps", step_sizes(runs))
-        if any(len({event.local_steps for event in run.applied}) > 1 for run in runs):
-            found["local_steps"] = ("Local steps of each round, by worker", local_steps(runs))
+        for name, caption in _WORK.items():
+            if changing := [run for run in runs if len({getattr(event, name) for event in run.applied}) > 1]:
+                found[name] = (f"{caption}, by worker", work(changing, name))
         return found
 
 
@@ -81,6 +82,7 @@ def _rc_params() -> AbstractContextManager[None]:
     )
 
 
+_WORK = {"local_steps": "Local steps of each round", "micro_batches": "Micro-batches of each gradient"}
 _OVER_UPDATES: dict[str, tuple[str, Callable[[Event], float | None]]] = {
     "norm": ("L2 norm of the updates, running mean", lambda event: event.norm),
     "cosine": ("Cosine of the updates with the server's momentum, running mean", lambda event: event.cosine),
@@ -215,19 +217,18 @@ def over_updates(runs: Sequence[LoadedRun], name: str, value: Callable[[Event], 
     return figure
 
 
-def local_steps(runs: Sequence[LoadedRun]) -> Figure:
-    """The local steps of each update by worker, for the runs in which their number changes."""
-    changing = [run for run in runs if len({event.local_steps for event in run.applied}) > 1]
+def work(runs: Sequence[LoadedRun], name: str) -> Figure:
+    """The work of each update by worker: the number of this name."""
     figure, grid = pyplot.subplots(
-        len(changing), 1, figsize=(7, 0.4 + 1.8 * len(changing)), layout="constrained", squeeze=False
+        len(runs), 1, figsize=(7, 0.4 + 1.8 * len(runs)), layout="constrained", squeeze=False
     )
-    for run, (axes,) in zip(changing, grid, strict=True):
+    for run, (axes,) in zip(runs, grid, strict=True):
         for worker, style in enumerate(styles(run.workers)):
             own = [event for event in run.applied if event.worker == worker]
-            times, steps = [event.time for event in own], [event.local_steps for event in own]
+            times, steps = [event.time for event in own], [getattr(event, name) for event in own]
             axes.step(times, steps, where="pre", label=f"worker {worker}", color=style.colour, linestyle=style.dashes)
         axes.set_title(run.name, fontsize=8, loc="left", pad=2)
-        axes.set_ylabel("local steps")
+        axes.set_ylabel(name.replace("_", " "))
     grid[-1, 0].set_xlabel("seconds")
     _legend(figure, grid[0, 0])
     return figure

@@ -161,7 +161,8 @@ class Run:
         missing = int(push.report.missing or "0", 16)
         if missing >> len(self.layout.segments):
             raise RefusedError("the update lacks gradients of parameters that the model does not have")
-        update = Update(worker, push.sequence, push.base_version, push.weight, delta, tokens, missing)
+        micro_batches = push.report.micro_batches or 1
+        update = Update(worker, push.sequence, push.base_version, push.weight, delta, tokens, missing, micro_batches)
         self.coordinator.check(update, push.report)
         if push.report.first_batch is not None:
             self._first_batches.note(worker, push.report.first_batch)

@@ -367,4 +367,6 @@ class Trial:
 
 def _update(worker: LogicalWorker) -> Update:
     tokens = worker.report.tokens or 0.0
-    return Update(worker.id, worker.sequence, worker.base_version, worker.weight, worker.delta, tokens)
+    micro_batches = worker.report.micro_batches or 1
+    about = worker.id, worker.sequence, worker.base_version, worker.weight
+    return Update(*about, worker.delta, tokens, micro_batches=micro_batches)

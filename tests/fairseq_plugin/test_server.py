@@ -180,7 +180,7 @@ def test_a_rule_goes_on_from_its_state_with_moments_schedule_and_half_a_step(mon
         (["--store-ema"], "--store-ema"),
         (["--quantization-config-path", "pq.yaml"], "--quantization-config-path: not possible"),
         (["--quant-noise-pq", "0.1"], "--quant-noise-pq: not possible"),
-        (["--shares", "auto", "--barrier"], "--shares is auto: give --update-freq of at least 2"),
+        (["--shares", "auto"], "--shares is auto: give --update-freq of at least 2"),
         (["--shares", "auto", "--update-freq", "2,4"], "--update-freq 2,4: with --shares auto a step is always"),
         (["--shares", "auto", "--skip-remainder-batch"], "--skip-remainder-batch: not possible with --shares auto"),
         (["--lr-scheduler", "pass_through"], "--lr-scheduler pass_through"),

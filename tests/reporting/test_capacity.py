@@ -172,9 +172,12 @@ def test_another_model_costs_in_proportion() -> None:
 def test_the_tables_have_a_row_for_each_model_and_link_and_number_of_workers(tmp_path: Path) -> None:
     console = Console(width=160, record=True, file=(tmp_path / "out").open("w"))
     run = write_timed_run(tmp_path / "run", workers=1, step=0.9, exchange=0.1, server=0.05)
+    log = run / "events.jsonl"
+    log.write_text(log.read_text().replace("{", '{"micro_batches": 6, '))
     for table in answer(run, read_question("1000,20000", "1,10", "1,4", False, "")):
         console.print(table)
     text = console.export_text()
+    assert "micro-batches of each worker's last gradient: 6" in text
     assert text.count("Gbit/s") == 4 + 4 and "20,000" in text and "10,000" in text and "4 shards" in text
 
 

@@ -138,6 +138,19 @@ def test_a_compressed_run_has_bytes_per_second_ratio_and_residual_of_each_worker
     assert not set(names) & {*page.row(plain[0]), *page.worker_row(plain[0], 0)}
 
 
+def test_a_run_with_shares_shows_them_along_it(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", 4, 100.0)
+    lines = [json.loads(line) for line in (run_dir / "events.jsonl").open()]
+    written = [json.dumps(line | {"micro_batches": number}) for line, number in zip(lines, (4, 4, 6, 6), strict=True)]
+    (run_dir / "events.jsonl").write_text("\n".join(written) + "\n")
+    (run,) = load([run_dir])
+    assert page.worker_row(run, 0)["micro-batches, last"] == 6
+    caption, figure = figures([run])["micro_batches"]
+    assert caption == "Micro-batches of each gradient, by worker"
+    assert list(figure.axes[0].lines[0].get_ydata()) == [4, 4, 6, 6]
+    assert "micro_batches" not in figures(load([write_run(tmp_path / "equal", 4, 100.0)]))
+
+
 def test_the_axis_of_tokens_has_a_few_short_numbers(tmp_path: Path) -> None:
     (run,) = load([write_run(tmp_path / "run", 20, 250_000.0)])
     _, figure = figures([run])["loss"]

@@ -1,5 +1,6 @@
 """Shares by speed: who gets how many micro-batches of a step, by hand and on simulated machines."""
 
+from collections import Counter
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, spell_options
+from fairseq_async.method.option_flags import spelling
 from fairseq_async.method.spec import hybrid_spec
 from fairseq_async.options.config import HybridOptions
+from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.rounds.shares import Shares
 from fairseq_async.simulation.schedule import LearningRate, make_optimizer, set_lr
 from fairseq_async.simulation.trial import Trial
@@ -19,7 +22,8 @@ from tests.helpers.simulations import Log, experiment, finish, run, trial
 
 EQUAL: dict[str, Any] = {"method": "hybrid_async", "micro_batches": 4}
 BARRIER = {"barrier": True}
-SHARES = EQUAL | BARRIER | {"shares": "auto"}
+AUTO = EQUAL | {"shares": "auto"}
+SHARES = AUTO | BARRIER
 NOISY = {"distribution": "lognormal", "mean": 1.0, "spread": 0.3}
 
 
@@ -93,11 +97,12 @@ def test_who_takes_twice_its_time_hands_over_its_share_until_it_comes() -> None:
     assert workers.shares.begin(0, hung + 8.1) == 8
 
 
-def test_a_step_that_need_not_be_of_all_workers_is_refused() -> None:
-    """Its part of a whole step is counted in gradients, whatever they are of."""
-    for given, said in (({}, "shares is auto: give --barrier"), ({"barrier": True, "updates_per_step": 1}, "leave it")):
+def test_a_step_of_so_many_gradients_and_one_without_micro_batches_are_refused() -> None:
+    fewer = {"updates_per_step": 1, "micro_batches": 4}
+    for given, said in ((fewer, "leave it"), (fewer | BARRIER, "leave it"), ({}, "give --update-freq of at least 2")):
+        spell_options(lambda name: spelling("hybrid_async", name))
         with pytest.raises(ConfigurationError, match=said):
-            hybrid_spec(HybridOptions(micro_batches=4, shares="auto", **given), 2, None, {}, 0)  # type: ignore[arg-type]
+            hybrid_spec(HybridOptions(shares="auto", **given), 2, None, {}, 0)  # type: ignore[arg-type]
 
 
 def cluster(*seconds: float | dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -149,10 +154,26 @@ def test_a_step_is_that_of_a_synchronous_run_with_the_same_micro_batches(tmp_pat
     torch.testing.assert_close(simulated.parameters.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_equal_workers_are_not_changed_to_the_bit(tmp_path: Path) -> None:
-    ours, _ = run(tmp_path, SHARES, **cluster(1.0, 1.05, 1.0))
-    theirs, _ = run(tmp_path, EQUAL | BARRIER, **cluster(1.0, 1.05, 1.0))
+@pytest.mark.parametrize("waits", [BARRIER, {}], ids=["barrier", "near arrivals"])
+def test_equal_workers_are_not_changed_to_the_bit(tmp_path: Path, waits: dict[str, Any]) -> None:
+    ours, _ = run(tmp_path, AUTO | waits, **cluster(1.0, 1.05, 1.0))
+    theirs, _ = run(tmp_path, EQUAL | waits, **cluster(1.0, 1.05, 1.0))
     assert torch.equal(ours.parameters, theirs.parameters) and ours.now == theirs.now
+
+
+@pytest.mark.parametrize("seconds", [(1.0, 3.0), (NOISY, NOISY | {"mean": 3.0})], ids=["steady", "noisy"])
+def test_without_a_barrier_a_step_counts_micro_batches(tmp_path: Path, seconds: tuple[Any, ...]) -> None:
+    """Two workers share eight. A step of one gradient alone is of fewer, also where that is more than half of them."""
+    ours, log = run(tmp_path, AUTO, **cluster(*seconds))
+    number: Counter[int] = Counter()
+    for _, receipt, report in log.events:
+        number[receipt.version] += report.micro_batches or 0
+    rule = ours.rule
+    assert isinstance(rule, ScheduledRule) and rule.steps == pytest.approx(sum(each / 8 for each in number.values()))
+    assert ours.coordinator.finished and rule.steps < 20 + 1
+    settled = [receipt.staleness for time, receipt, _ in log.events if time > 40.0]
+    assert sum(settled) <= (0 if seconds == (1.0, 3.0) else len(settled) // 2)
+    assert len(set(number.values())) > 1, "steps before the first shares, at least, are of one gradient"
 
 
 def test_no_gradient_is_late_and_the_step_takes_half_the_time(tmp_path: Path) -> None:
@@ -162,8 +183,9 @@ def test_no_gradient_is_late_and_the_step_takes_half_the_time(tmp_path: Path) ->
     assert set(settled) == {0} and ours.now < 0.75 * theirs.now
 
 
-def test_a_simulation_that_is_stopped_goes_on_to_the_bit(tmp_path: Path) -> None:
-    given = experiment(tmp_path, methods={"it": SHARES}, **cluster(NOISY, NOISY | {"mean": 3.0}))
+@pytest.mark.parametrize("method", [SHARES, AUTO], ids=["barrier", "near arrivals"])
+def test_a_simulation_that_is_stopped_goes_on_to_the_bit(tmp_path: Path, method: dict[str, Any]) -> None:
+    given = experiment(tmp_path, methods={"it": method}, **cluster(NOISY, NOISY | {"mean": 3.0}))
     whole = trial(given)
     whole_log: list[Any] = []
     whole.write = lambda *event: whole_log.append(repr(event))

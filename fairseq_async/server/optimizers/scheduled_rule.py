@@ -54,6 +54,7 @@ class ScheduledRule(HybridAccumulation):
         cls, options: HybridOptions, workers: int, optimizer: Optimizer, schedule: Schedule, **rest: Any
     ) -> "ScheduledRule":
         """Returns the rule of a run of hybrid asynchronous SGD, for which so many workers were announced."""
+        rest["micro_batches"] = options.micro_batches if options.shares == "auto" else 1
         updates, partial = options.updates_per_step or workers, options.closes_early
         return cls(optimizer, updates, schedule, partial_steps=partial, **rest)
 

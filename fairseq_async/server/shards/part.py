@@ -66,6 +66,7 @@ class ShardPart:
         tokens: float,
         threads: int,
         missing: str,
+        micro_batches: int,
     ) -> float:
         """Applies an update, on so many threads; returns as :meth:`Rule.apply`.
 
@@ -76,7 +77,7 @@ class ShardPart:
         steps = self.rule.moves_parameters()
         self._prepare(threads, steps)
         delta, here = self._delta(worker, weighted, sequence), missing_here(int(missing, 16), self.tensors)
-        update = Update(worker, sequence, base_version, weight, delta, tokens, here)
+        update = Update(worker, sequence, base_version, weight, delta, tokens, here, micro_batches)
         share = float(self.rule.apply(self.parameters, update))
         if steps and not self._stepped:
             trim()  # the first step leaves the heap in pieces between the optimizer's moments

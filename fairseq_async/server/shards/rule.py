@@ -61,8 +61,9 @@ class ShardedRule(ComparingRule):
         about = update.worker, self._share(update), update.sequence, update.base_version, update.weight, update.tokens
         threads = thread_count()
         each = max(1, threads // (1 + len(self._here)))
+        rest = each, f"{update.missing:x}", update.micro_batches
         try:
-            share, *_ = self._call(self.others, ShardPart.apply, *about, each, f"{update.missing:x}")
+            share, *_ = self._call(self.others, ShardPart.apply, *about, *rest)
         finally:
             set_threads(threads)
         return share
