@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fairseq_async.errors import ConfigurationError, fail
+from fairseq_async.worker.start import world
 
 # A torch optimizer, or one of DeepSpeed's wrappers of it. The wrappers have neither type hints nor a base class that
 # declares the attributes which are read here.
@@ -272,6 +273,16 @@ def is_raised_by_optimizer(error: BaseException) -> bool:
     return any(
         frame.f_code.co_name == "load_state_dict" and frame.f_globals.get("__name__") == "torch.optim.optimizer"
         for frame in frames
+    )
+
+
+def check_not_started() -> None:
+    """Checks that nothing has initialised torch.distributed with every rank in it; raises a ConfigurationError."""
+    if dist.is_initialized():
+        unlink_reduction_buffer()  # now, while every rank is here: the launcher kills those that are slower to end
+    world.check_not_started(
+        "call fairseq_async.deepspeed_plugin.initialize before anything that does so (deepspeed.init_distributed, for "
+        "one); with Trainer or accelerate, call attach and make TrainingArguments or DeepSpeedPlugin before that"
     )
 
 

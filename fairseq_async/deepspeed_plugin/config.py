@@ -9,7 +9,8 @@ from typing import Any
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method import methods
 from fairseq_async.method.methods import MethodOptions
-from fairseq_async.options.config import AsyncLocalSGDOptions, Section
+from fairseq_async.method.option_checks import check_ranks
+from fairseq_async.options.config import Section
 from fairseq_async.options.validation import checked
 
 SECTION = "async_training"
@@ -116,11 +117,7 @@ def check(config: dict[str, Any], options: MethodOptions, section: Section, name
                 f'{name}: "micro_batches" and "shares" are not supported: DeepSpeed accumulates '
                 '"gradient_accumulation_steps" batches on every worker; leave them out'
             )
-    if isinstance(options, AsyncLocalSGDOptions) and section.island_size > 1:
-        in_turn = "fragments" if options.fragments > 1 else "fragment_delay"
-        for key, used in (("overlap", options.overlap), (in_turn, options.in_fragments)):
-            if used:
-                raise ConfigurationError(f'{name}: "{key}" is not supported with "island_size" above 1')
+    check_ranks(options, section.island_size, name)
 
 
 BF16 = ("bf16", "bfloat16")  # which is DeepSpeed's older name of it

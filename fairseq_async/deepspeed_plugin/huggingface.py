@@ -21,15 +21,16 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from fairseq_async.deepspeed_plugin import config as configuration
+from fairseq_async.deepspeed_plugin.compat import check_not_started
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.initialize import initialize
-from fairseq_async.deepspeed_plugin.world import enter_world, entered_world
 from fairseq_async.errors import AsyncError, as_key, fail, spell_options
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions
 from fairseq_async.pytorch.divided import Division, Place
 from fairseq_async.pytorch.follow_run import FollowRun, Plan, Worker, wrap
 from fairseq_async.server.optimizers.learning_rates import present_rates
 from fairseq_async.worker.start.server_process import say
+from fairseq_async.worker.start.world import enter_world, entered_world
 
 Config: TypeAlias = dict[str, Any]
 
@@ -126,6 +127,8 @@ def _enter_world(given: str | Config | None) -> None:
             config | {_SECTION: section}, given if isinstance(given, str) else "config"
         )
         if isinstance(options, LocalSGDOptions | HybridOptions):
+            if entered_world() is None:
+                check_not_started()
             enter_world(ours.island_size)
     except AsyncError as error:
         fail(error)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -20,6 +21,7 @@ from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.deepspeed_plugin.compat import (
     DeepSpeedOptimizer,
     check_attributes,
+    check_not_started,
     check_whole_model,
     is_raised_by_script,
     round_model,
@@ -38,7 +40,6 @@ from fairseq_async.deepspeed_plugin.engines.adascale import AdaScaleEngine
 from fairseq_async.deepspeed_plugin.engines.adasum import AdasumEngine, SingleRankGroups
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.hybrid import HybridEngine
-from fairseq_async.deepspeed_plugin.engines.island import IslandClient
 from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
 from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
 from fairseq_async.deepspeed_plugin.engines.synchronous import (
@@ -50,7 +51,6 @@ from fairseq_async.deepspeed_plugin.engines.tensors import replica_of, trainable
 from fairseq_async.deepspeed_plugin.exit import leave_at_exit
 from fairseq_async.deepspeed_plugin.loading import loading_of
 from fairseq_async.deepspeed_plugin.schedules import Schedule
-from fairseq_async.deepspeed_plugin.world import check_not_started, entered_world, start_world
 from fairseq_async.errors import AsyncError, ConfigurationError, as_key, fail, spell_options
 from fairseq_async.method.global_server import local_sgd_server
 from fairseq_async.method.methods import MethodOptions
@@ -64,8 +64,8 @@ from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.shards import DataPosition
 from fairseq_async.worker.start.context import WorkerContext, check_guard
-from fairseq_async.worker.start.process import end_process
 from fairseq_async.worker.start.server_process import ServerProcess
+from fairseq_async.worker.start.world import connect_rank, entered_world, start_world
 
 _LONGEST = 300  # characters of a reason: some show a whole tensor
 # DeepSpeed checks little of a configuration: a wrong value raises what it leads to, somewhere in DeepSpeed
@@ -284,7 +284,8 @@ def _initialize_asynchronous(
         _describe(options, section, context, sizes, {})
         checks.worker_batch(config, context.workers, context.island_size, arguments.name)
     module = local_sgd_server(options.upstream) if isinstance(options, LocalSGDOptions) else _HYBRID_SERVER
-    context, client, server = _connect(context, section, module)
+    device = get_accelerator().current_device_name()
+    context, client, server = connect_rank(context, module, section, Path(section.run_dir), device)
     try:
         return _make_worker_engine(arguments, options, section, config, context, client, server)
     except BaseException:
@@ -370,16 +371,6 @@ def _describe(
     if isinstance(options, LocalSGDOptions):
         return local_sgd_spec(options, context.workers, sizes, section, inner)
     return hybrid_spec(options, context.workers, section, inner, options.total_steps)
-
-
-def _connect(
-    context: WorkerContext, section: Section, server_module: str
-) -> tuple[WorkerContext, ServerConnection, ServerProcess | None]:
-    """Connects; returns the context with the worker's number, the connection, and the server if it was started here."""
-    if context.rank > 0:
-        return context, IslandClient(None, context), None
-    context, client, server = context.connect(server_module, section, Path(section.run_dir), end_process)
-    return context, (client if context.island_size == 1 else IslandClient(client, context)), server
 
 
 def _make_worker(

@@ -3,7 +3,7 @@
 from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.method import methods
 from fairseq_async.options import compression
-from fairseq_async.options.config import HybridOptions, LocalSGDOptions, ServerOptions
+from fairseq_async.options.config import AsyncLocalSGDOptions, HybridOptions, LocalSGDOptions, Options, ServerOptions
 from fairseq_async.options.fragments import FragmentOptions
 
 
@@ -24,6 +24,22 @@ def check_fragments(options: LocalSGDOptions, server: ServerOptions | None) -> N
         raise ConfigurationError(
             f"{option('max_update_norm_ratio')} does not go with {given}: the norms of fragments differ"
         )
+
+
+def check_ranks(options: Options, ranks: int, where: str) -> None:
+    """Checks that the options go with a worker of so many ranks, which make collective calls in one order.
+
+    Args:
+        where: name of the place of the options, for the error.
+
+    Raises:
+        ConfigurationError: they do not.
+    """
+    if isinstance(options, AsyncLocalSGDOptions) and ranks > 1:
+        in_turn = "fragments" if options.fragments > 1 else "fragment_delay"
+        for key, used in (("overlap", options.overlap), (in_turn, options.in_fragments)):
+            if used:
+                raise ConfigurationError(f"{where}: {option(key)} is not supported in a worker of several ranks")
 
 
 def check_shards(options: HybridOptions | LocalSGDOptions, server: ServerOptions | None) -> None:

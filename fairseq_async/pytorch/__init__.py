@@ -6,5 +6,6 @@ They are :class:`AsyncLocalSGD` and :class:`HybridAsync`; ``fairseq_async.pytorc
 
 from fairseq_async.pytorch.hybrid import HybridAsync
 from fairseq_async.pytorch.local_sgd import AsyncLocalSGD
+from fairseq_async.pytorch.training import enter_island
 
-__all__ = ["AsyncLocalSGD", "HybridAsync"]
+__all__ = ["AsyncLocalSGD", "HybridAsync", "enter_island"]

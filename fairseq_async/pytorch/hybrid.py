@@ -161,7 +161,7 @@ class HybridAsync(AsyncTraining):
         return brought_state(spec, self._named, self.optimizers, gradient_main.build)
 
     def _make_worker(self, client: ServerConnection) -> HybridWorker:
-        self._hybrid = HybridWorker(client, self._named)
+        self._hybrid = HybridWorker(client, self._named, is_writer=self._context.rank == 0)
         if self._restored is None:
             self._hybrid.details.moments = checksum_of_moments(self._named, self.optimizers)
         return self._hybrid

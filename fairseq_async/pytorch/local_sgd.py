@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fairseq_async.method.global_server import local_sgd_server
+from fairseq_async.method.option_checks import check_ranks
 from fairseq_async.method.spec import MethodSpec, local_sgd_spec
 from fairseq_async.options.config import LocalSGDOptions
 from fairseq_async.pytorch.options import parse_options
@@ -69,6 +70,7 @@ class AsyncLocalSGD(AsyncTraining):
     ) -> None:
         server, self.options = parse_options(LocalSGDOptions, options, "AsyncLocalSGD")
         super().__init__(model, optimizer, server)
+        check_ranks(self.options, self._context.island_size, "AsyncLocalSGD")
         exchanged_buffers(self._model, self.options)  # a mistake is to show before anything starts
         self.server_module = local_sgd_server(self.options.upstream)
         self._local: LocalSGDWorker | None = None
@@ -95,7 +97,8 @@ class AsyncLocalSGD(AsyncTraining):
         return local_sgd_spec(self.options, workers, [], self._server_options, {})
 
     def _make_worker(self, client: ServerConnection) -> LocalSGDWorker:
-        replica = with_buffers(TensorReplica(self._named), self._model, self.options)
+        is_writer = self._context.rank == 0
+        replica = with_buffers(TensorReplica(self._named, is_writer), self._model, self.options, is_writer)
         self._local = local_sgd_worker(client, replica, self.options)
         return self._local
 

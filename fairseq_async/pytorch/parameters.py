@@ -6,7 +6,9 @@ from itertools import chain, pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fairseq_async.errors import ConfigurationError
@@ -22,10 +24,6 @@ def exchanged_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> l
     Raises:
         ConfigurationError: the optimizers have others, or one parameter twice, or the model cannot be exchanged.
     """
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ConfigurationError(
-            "the model is in DistributedDataParallel, whose workers wait for each other: unwrap it"
-        )
     check_memory(model)
     stepped = set[int]()
     for optimizer in optimizers:
@@ -54,6 +52,11 @@ def check_memory(model: nn.Module) -> None:
     """
     ranges: list[tuple[int, int, str]] = []
     for name, each in model.named_parameters():
+        if isinstance(each, DTensor):
+            raise ConfigurationError(
+                f"{name} is a DTensor, of which each rank has a part: use DistributedDataParallel, or DeepSpeed's ZeRO "
+                "with local_sgd"
+            )
         if torch.nn.parameter.is_lazy(each):
             raise ConfigurationError(f"{name} is lazy and has no shape yet: compute one batch with the model before")
         if each.is_meta:
@@ -85,6 +88,33 @@ def one_model(models: Sequence[nn.Module]) -> nn.Module:
                 f"model is a {type(each).__name__}: give a torch.nn.Module, or a list of them, and then its optimizer"
             )
     return models[0] if len(models) == 1 else nn.ModuleList(models)
+
+
+def check_ranks(model: nn.Module, ranks: int) -> None:
+    """Checks that the ranks of a worker, and no others, wait for each other in each step.
+
+    Raises:
+        ConfigurationError: one rank has a model that waits for others, or several have one that does not.
+    """
+    models = model if isinstance(model, nn.ModuleList) else [model]
+    for each in models:
+        if isinstance(each, DistributedDataParallel) and ranks == 1:
+            raise ConfigurationError(
+                "the model is in DistributedDataParallel, whose ranks wait for each other: unwrap it; or make several "
+                "ranks one worker, by fairseq_async.torch.enter_island(SIZE) before init_process_group"
+            )
+        if ranks > 1 and not isinstance(each, DistributedDataParallel):
+            raise ConfigurationError(
+                f"this worker has {ranks} ranks, and the model is a {type(each).__name__}: put it into "
+                "DistributedDataParallel, which gives all ranks the mean of their gradients"
+            )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the model, or a list of models, without DistributedDataParallel round it."""
+    if isinstance(model, nn.ModuleList):
+        return nn.ModuleList([unwrapped(each) for each in model])
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:

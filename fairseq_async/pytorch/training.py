@@ -16,27 +16,29 @@ from torch.utils.hooks import RemovableHandle
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.environment import WORKER
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, as_argument, spell_options
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.options.config import ServerOptions
 from fairseq_async.pytorch.parameters import (
     check_exchanged,
     check_optimizers,
+    check_ranks,
     drop_gradients,
     exchanged_parameters,
     one_model,
     untrained_checksum,
+    unwrapped,
 )
 from fairseq_async.pytorch.steps import watch_steps
 from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.batches import note_calls
-from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.loop import WorkerLoop
 from fairseq_async.worker.server_state import fetch_state
 from fairseq_async.worker.start.context import WorkerContext
-from fairseq_async.worker.start.process import end_process, errors_in_one_line
+from fairseq_async.worker.start.process import errors_in_one_line
 from fairseq_async.worker.start.server_process import ServerProcess
+from fairseq_async.worker.start.world import check_not_started, connect_rank, enter_world, entered_world
 
 _ONE_RUN = ("RANK", WORKER)  # set by launchers, which tell a process of one server
 _Self = TypeVar("_Self", bound="AsyncTraining")
@@ -70,17 +72,20 @@ class AsyncTraining(ABC):
         self, model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | Sequence[Optimizer], server: ServerOptions
     ) -> None:
         self.optimizers: list[Optimizer] = listed(optimizer)
-        self._model = one_model(listed(model))
+        self._context = entered_world() or WorkerContext.find()
+        given = one_model(listed(model))
+        check_ranks(given, self._context.island_size)
+        self._model = unwrapped(given)
         check_optimizers(self.optimizers)
         self._server_options, self._run_dir = server, Path(server.run_dir)
         self._named = exchanged_parameters(self._model, self.optimizers)
         self._exchanged = {id(parameter) for _, parameter in self._named}
         self.loss: float | Tensor | None = None
         self.of_trainer, self.by_script, self.total_steps = False, False, 0
-        self._context = WorkerContext.find()
         self._restored: State | None = None
         self._server: ServerProcess | None = None
-        self._client: Client | None = None
+        self._client: ServerConnection | None = None
+        self._has_left = False
         self._handles: list[RemovableHandle] = []
         self._made_loop: WorkerLoop | None = None
         self._warned = False
@@ -159,14 +164,18 @@ class AsyncTraining(ABC):
         _note_run()
         if not self._context.joins:  # a mistake is to show before anything starts
             self.describe(self.workers)
-        self._context, self._client, self._server = self._context.connect(
-            self.server_module, self._server_options, self._run_dir, end_process
+        device = self._named[0][1].device
+        self._context, self._client, self._server = connect_rank(
+            self._context, self.server_module, self._server_options, self._run_dir, device
         )
         worker = self._make_worker(self._client)
         worker.details.untrained = untrained_checksum(self._model, self._exchanged)
         worker.details.any_length, worker.details.by_script = self.of_trainer, self.by_script
         self._made_loop, spec = WorkerLoop(worker, self._context), self.describe(self.workers)
-        welcome = self.loop.join(spec, lambda: self._restored or self._state_brought(spec), self._run_dir)
+        brings = self._context.rank == 0
+        welcome = self.loop.join(
+            spec, lambda: (self._restored or self._state_brought(spec)) if brings else None, self._run_dir
+        )
         self._restored, self.total_steps = None, welcome.total_steps
 
     @errors_in_one_line()
@@ -178,7 +187,8 @@ class AsyncTraining(ABC):
                 keeps the parameters that it has.
         """
         self._remove_hooks()
-        if self._client is not None and not self._client.connection.left.is_set():
+        if self._client is not None and not self._has_left:
+            self._has_left = True
             if not for_all:
                 self.restore_parameters()
                 self.async_worker.await_end()
@@ -261,7 +271,7 @@ class AsyncTraining(ABC):
         return self._inside(self._made_loop)
 
     @property
-    def _connected(self) -> Client:
+    def _connected(self) -> ServerConnection:
         return self._inside(self._client)
 
     @errors_in_one_line()
@@ -292,6 +302,27 @@ class AsyncTraining(ABC):
             sys.stderr.write(
                 "fairseq-async: the run has finished: steps change nothing any more; see worker.finished\n"
             )
+
+
+@errors_in_one_line()
+def enter_island(size: int) -> None:
+    """Makes this process one of the ``size`` ranks of a worker, and these ranks ``torch.distributed``'s whole world.
+
+    Call it before ``init_process_group``, in each process that torchrun has started on one machine or on several, and
+    put the model into ``DistributedDataParallel`` then. The ranks of a worker have neighbouring numbers.
+
+    Example::
+
+        enter_island(2)  # of torchrun's ranks 0 and 1, 2 and 3, …
+        torch.distributed.init_process_group("nccl")
+        model = DistributedDataParallel(model)
+        with HybridAsync(model, optimizer, total_steps=1000) as worker:
+            ...
+    """
+    spell_options(as_argument)
+    if entered_world() is None:
+        check_not_started("call enter_island before init_process_group")
+    enter_world(size)
 
 
 def listed(given: Any) -> list[Any]:

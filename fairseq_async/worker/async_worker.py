@@ -101,7 +101,7 @@ class AsyncWorker:
     def bring_parameters(self, state: str | None, from_checkpoint: bool = False) -> Welcome:
         """Sends worker 0's parameters, or the server state in a file, to a new server."""
         self.pin_exchanged()
-        self.replica.read(self.client.slot)
+        self.replica.read(self.client.slot, shared=True)
         return self.client.initialise(state, from_checkpoint)
 
     def begin(self, welcome: Welcome) -> None:

@@ -51,7 +51,7 @@ class _WithBuffers:
 
     Args:
         named: the buffers at first, with their names.
-        is_writer: whether this rank writes its buffers into ``flat``; of several ranks one does.
+        is_writer: whether this rank writes its buffers into what the ranks of a worker share; of several, one does.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class _WithBuffers:
         self.layout = Layout(replica.layout.segments + Layout.of(named, BUFFER).segments)
         self.named, self.device, self._size = replica.named, replica.device, replica.layout.size
 
-    def read(self, flat: Tensor) -> None:
-        self._replica.read(flat[: self._size])
-        if self._is_writer:
+    def read(self, flat: Tensor, shared: bool = False) -> None:
+        self._replica.read(flat[: self._size], shared)
+        if self._is_writer or not shared:
             for view, buffer in self._buffers(flat):
                 view.copy_(buffer)
 

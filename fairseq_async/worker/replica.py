@@ -31,8 +31,8 @@ class Replica(Protocol):
         """Device of the parameters that :meth:`read` and :meth:`subtract` copy from."""
         ...
 
-    def read(self, flat: Tensor) -> None:
-        """flat ← θ"""
+    def read(self, flat: Tensor, shared: bool = False) -> None:
+        """flat ← θ; ``shared`` says that all ranks of the worker read into the same vector."""
         ...
 
     def subtract(self, flat: Tensor) -> None:
@@ -52,7 +52,8 @@ class TensorReplica:
     """The replica of a model whose own parameters are in fp32 where an optimizer steps them; on any device.
 
     Args:
-        is_writer: whether this rank writes its parameters into ``flat``; of several ranks with the same ones, one does.
+        is_writer: whether this rank writes its parameters into what the ranks of a worker share; of several ranks with
+            the same ones, one does.
     """
 
     def __init__(self, named: Sequence[tuple[str, Tensor]], is_writer: bool = True) -> None:
@@ -61,8 +62,8 @@ class TensorReplica:
         self._is_writer = is_writer
         self.device = device_of(self._tensors)
 
-    def read(self, flat: Tensor) -> None:
-        if self._is_writer:
+    def read(self, flat: Tensor, shared: bool = False) -> None:
+        if self._is_writer or not shared:
             between(self.device, flat).begin(flat, self._tensors).synchronize()
 
     def subtract(self, flat: Tensor) -> None:
@@ -85,7 +86,7 @@ class MasterReplica:
         named: the whole low-precision parameters, with their names.
         masters: for each parameter, the offset of this rank's part in it and that part's flat fp32 master; None where
             this rank has no part of it.
-        is_writer: whether this rank writes its part into ``flat``; of several ranks with the same part, one does.
+        is_writer: whether this rank writes its part into what the ranks share; of several with the same part, one does.
     """
 
     def __init__(
@@ -103,8 +104,8 @@ class MasterReplica:
         same = {master.device for master in self._masters} == {each.device for each in self._parameters}
         self._parameter_device = self.device if same else device_of(self._parameters)
 
-    def read(self, flat: Tensor) -> None:
-        for part, local in self._local_parts(flat):
+    def read(self, flat: Tensor, shared: bool = False) -> None:
+        for part, local in self._local_parts(flat, shared):
             part.copy_(local.detach())
 
     def subtract(self, flat: Tensor) -> None:
@@ -130,10 +131,10 @@ class MasterReplica:
     def part(self, tensors: slice) -> "MasterReplica":
         return MasterReplica(self._named[tensors], self._given[tensors], self._is_writer)
 
-    def _local_parts(self, flat: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    def _local_parts(self, flat: Tensor, shared: bool = True) -> Iterable[tuple[Tensor, Tensor]]:
         """Pairs of a view of ``flat`` and this rank's master for it, in memory or on the device as ``flat`` is; none
-        if this rank is no writer."""
-        if not self._is_writer:
+        if this rank is no writer of what is shared."""
+        if shared and not self._is_writer:
             return []
         return zip(self._parts(flat), between(self.device, flat).fetch(self._masters), strict=True)
 

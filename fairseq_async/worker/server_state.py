@@ -22,6 +22,7 @@ def fetch_state(client: ServerConnection, run_dir: Path) -> State:
     try:
         client.save_state(str(path.resolve()))
         state: State = torch.load(path, map_location="cpu", weights_only=True)
+        client.on_any_rank(False)  # the ranks of an island wait here for each other: all have read the file
     finally:
         path.unlink(missing_ok=True)
     return state

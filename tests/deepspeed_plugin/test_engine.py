@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.hybrid import HybridEngine
-from fairseq_async.deepspeed_plugin.engines.island import IslandClient, _share_slot
 from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
 from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
 from fairseq_async.deepspeed_plugin.engines.tensors import check_masters, replica_of
@@ -28,6 +27,7 @@ from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange import SharedMemory
 from fairseq_async.worker.changes import LoopWatch
+from fairseq_async.worker.connection.island import IslandClient, _share_slot
 from fairseq_async.worker.start.context import WorkerContext
 
 

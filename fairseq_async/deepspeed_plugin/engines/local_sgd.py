@@ -9,7 +9,6 @@ from fairseq_async.deepspeed_plugin.compat import check_overflow_always, lower_l
 from fairseq_async.deepspeed_plugin.engines import tensors
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
-from fairseq_async.deepspeed_plugin.world import entered_world
 from fairseq_async.errors import fail
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.server.optimizers.learning_rates import OwnRates
@@ -18,6 +17,7 @@ from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.start.context import WorkerContext
 from fairseq_async.worker.start.process import errors_in_one_line
+from fairseq_async.worker.start.world import entered_world
 
 _REMEDY = (
     'give a schedule as "scheduler" in the configuration, or as lr_scheduler=, which follows the run\'s progress, or '

@@ -42,7 +42,7 @@ class PartitionedReplica:
         """The masters' partitions."""
         return [(name, safe_get_local_fp32_param(parameter).detach()) for name, parameter in self._named]
 
-    def read(self, flat: Tensor) -> None:
+    def read(self, flat: Tensor, shared: bool = False) -> None:
         for part, local in self._local_parts(flat):
             part.copy_(local)
 

@@ -2,35 +2,35 @@
 
 import os
 import socket
+from pathlib import Path
 
 import torch
 
-from fairseq_async.deepspeed_plugin.compat import unlink_reduction_buffer
 from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.exchange.ports import free_port
+from fairseq_async.options.config import ServerOptions
+from fairseq_async.worker.connection.island import IslandClient
+from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.start import store
 from fairseq_async.worker.start.context import WorkerContext
+from fairseq_async.worker.start.process import end_process
+from fairseq_async.worker.start.server_process import ServerProcess
 
 
-def check_not_started() -> None:
+def check_not_started(remedy: str) -> None:
     """Checks that nothing has initialised torch.distributed yet.
 
     Raises:
         ConfigurationError: torch.distributed is initialised already, with every rank in it.
     """
     if torch.distributed.is_initialized():
-        unlink_reduction_buffer()  # now, while every rank is here: the launcher kills those that are slower to end
-        raise ConfigurationError(
-            "torch.distributed was initialised with all ranks; call fairseq_async.deepspeed_plugin.initialize before "
-            "anything that does so (deepspeed.init_distributed, for one); with Trainer or accelerate, call attach and "
-            "make TrainingArguments or DeepSpeedPlugin before that"
-        )
+        raise ConfigurationError(f"torch.distributed was initialised with all ranks; {remedy}")
 
 
 def start_world(context: WorkerContext) -> None:
     """Sets torch.distributed's variables so that the island is a distributed world of its own.
 
-    No collective call of DeepSpeed then waits for another island. Rank 0 chooses the port and tells it to the other
+    No collective call then waits for another island. Rank 0 chooses the port and tells it to the other
     ranks of the island through the launcher's store.
 
     Raises:
@@ -61,10 +61,9 @@ def enter_world(island_size: int) -> WorkerContext:
     """Finds which worker this process is and sets its world, for scripts in which others initialise torch.distributed.
 
     A second call returns the same worker, since the launcher's variables are not there any more. Raises what
-    :meth:`WorkerContext.find`, :func:`check_not_started` and :func:`start_world` raise.
+    :meth:`WorkerContext.find` and :func:`start_world` raise.
     """
     if not _entered:
-        check_not_started()
         context = WorkerContext.find(island_size)
         start_world(context)
         _entered.append(context)
@@ -74,6 +73,20 @@ def enter_world(island_size: int) -> WorkerContext:
 def entered_world() -> WorkerContext | None:
     """Returns the worker that :func:`enter_world` has found; None if it was not called."""
     return _entered[0] if _entered else None
+
+
+def connect_rank(
+    context: WorkerContext, module: str, options: ServerOptions, run_dir: Path, device: torch.device | str
+) -> tuple[WorkerContext, ServerConnection, ServerProcess | None]:
+    """Connects a worker as :meth:`WorkerContext.connect` does, or one rank of it, of which rank 0 alone connects.
+
+    Args:
+        device: see :class:`~fairseq_async.worker.connection.island.IslandClient`.
+    """
+    if context.rank > 0:
+        return context, IslandClient(None, context, device), None
+    context, client, server = context.connect(module, options, run_dir, end_process)
+    return context, (client if context.island_size == 1 else IslandClient(client, context, device)), server
 
 
 _entered: list[WorkerContext] = []

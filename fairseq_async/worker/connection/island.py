@@ -5,10 +5,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-import deepspeed.comm
 import torch
 from pydantic import TypeAdapter
-from torch import Tensor
+from torch import Tensor, distributed
 
 from fairseq_async.errors import ExchangeError
 from fairseq_async.exchange import SharedMemory, copy
@@ -41,17 +40,19 @@ class IslandClient:
     The ranks share the worker's slot, into which each writes its own part.
 
     Hazard: every method but ``leave`` and ``close`` makes collective calls within the island. All ranks must call the
-    same methods in the same order, from the thread in which DeepSpeed makes its own collective calls, or the island
+    same methods in the same order, from the thread in which training makes its own collective calls, or the island
     hangs, or one rank takes the answer to another question. Rank 0's request may fail; it then broadcasts that before
     it raises, so that no rank waits for an answer that never comes.
 
     Args:
         client: rank 0's connection; None on the other ranks.
         context: which rank of which worker this process is.
+        device: of the tensors with which the ranks tell each other answers.
     """
 
-    def __init__(self, client: Client | None, context: WorkerContext) -> None:
+    def __init__(self, client: Client | None, context: WorkerContext, device: torch.device | str = "cpu") -> None:
         self.client, self.worker, self.workers = client, context.worker, context.workers
+        self._device = device
         self._size = 0
         self._slot: Tensor | None = None
         self._location: _SlotLocation | None = None
@@ -99,8 +100,8 @@ class IslandClient:
 
     def on_any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on a rank of the island."""
-        flags = torch.tensor([int(flag)], device=deepspeed.get_accelerator().current_device_name())
-        deepspeed.comm.all_reduce(flags)
+        flags = torch.tensor([int(flag)], device=self._device)
+        distributed.all_reduce(flags)
         return bool(flags.item())
 
     def save_state(self, path: str) -> int:
@@ -148,7 +149,7 @@ class IslandClient:
             memory.close()
 
     def _barrier(self) -> None:
-        deepspeed.comm.barrier()
+        distributed.barrier()
 
     def _broadcast_answer(self, request: Callable[[Client], _Answer], kind: type[_Answer]) -> _Answer:
         """Makes the request on rank 0 and returns its answer on every rank.
@@ -160,7 +161,6 @@ class IslandClient:
             AsyncError: on rank 0, the request's own error.
             ExchangeError: on the other ranks, if rank 0's request failed.
         """
-        device = deepspeed.get_accelerator().current_device_name()
         body = b""
         if self.client is not None:
             try:
@@ -168,14 +168,14 @@ class IslandClient:
                 body = _adapter(kind).dump_json((answer, _share_slot(self.client, self._size)))
             except BaseException:
                 # whatever it was, KeyboardInterrupt too: the other ranks are in the broadcast below already
-                deepspeed.comm.broadcast(torch.tensor([-1], device=device), 0)
+                distributed.broadcast(torch.tensor([-1], device=self._device), 0)
                 raise
-        length = torch.tensor([len(body)], device=device)
-        deepspeed.comm.broadcast(length, 0)
+        length = torch.tensor([len(body)], device=self._device)
+        distributed.broadcast(length, 0)
         if length.item() < 0:
             raise ExchangeError("rank 0 of this island could not exchange with the server; its own line says why")
-        content = torch.frombuffer(bytearray(body or bytes(int(length))), dtype=torch.uint8).to(device)
-        deepspeed.comm.broadcast(content, 0)
+        content = torch.frombuffer(bytearray(body or bytes(int(length))), dtype=torch.uint8).to(self._device)
+        distributed.broadcast(content, 0)
         received, location = _adapter(kind).validate_json(bytes(content.cpu().tolist()))
         self._attach_slot(location)
         return received

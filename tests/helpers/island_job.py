@@ -1,0 +1,55 @@
+"""A loop in plain PyTorch as torchrun starts it, whose workers are islands of two ranks: ``island_job.py METHOD OUT``.
+
+Each rank leaves its parameters in OUT-RANK.pt, those of all ranks and those of the server beside each other.
+"""
+
+import gc
+import os
+import sys
+from functools import partial
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fairseq_async.torch import AsyncLocalSGD, HybridAsync, enter_island
+from tests.helpers.plain_loop import AS_IT_IS, STEPS, backward, flat, net
+
+METHODS = {
+    "hybrid": partial(HybridAsync, barrier=True),
+    "local": partial(AsyncLocalSGD, **AS_IT_IS, buffers="average"),
+}
+
+
+def main(method: str, out: str) -> None:
+    rank, found = int(os.environ["RANK"]), {}
+    enter_island(2)
+    distributed.init_process_group("gloo")
+    module = net()
+    module.register_buffer("seen", torch.full((3,), float(rank)))  # DistributedDataParallel gives all rank 0's
+    model: nn.Module = DistributedDataParallel(module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    training = METHODS[method](model, optimizer, scheduler=schedule, total_steps=STEPS, run_dir=f"{out}.run")
+    with training as worker:
+        assert worker.worker == rank // 2 and distributed.get_world_size() == 2 and distributed.get_rank() == rank % 2
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            backward(model, step, rank)
+            optimizer.step()
+            if method == "hybrid":
+                schedule.step()
+            if step == STEPS // 2 and worker.worker == 0:  # all ranks of the worker
+                before = flat(module)
+                with worker.server_parameters():
+                    found["servers"], found["seen"] = flat(module), module.seen.clone()
+                    assert worker.state_dict()
+                assert torch.equal(before, flat(module))
+    torch.save(found | {"model": flat(module)}, f"{out}-{rank}.pt")
+    del model, optimizer, schedule, training, worker  # torch aborts at exit with a live one in about one of five runs
+    gc.collect()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,88 @@
+"""Workers of several ranks in ``DistributedDataParallel``: each is one worker with the mean of their gradients."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync, enter_island, parameters
+from fairseq_async.worker.start import world
+from fairseq_async.worker.start.context import WorkerContext
+from tests.helpers.commands import HELPERS, Processes, command
+from tests.helpers.plain_loop import STEPS, backward, flat, net
+from tests.helpers.run_files import events
+
+
+def synchronous(ranks: list[int]) -> Tensor:
+    """One process with the mean of the gradients of these ranks."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in ranks:
+            backward(model, step, rank)
+        for each in model.parameters():
+            assert each.grad is not None
+            each.grad.div_(len(ranks))
+        optimizer.step()
+        schedule.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize(("method", "ranks"), [("hybrid", 4), ("local", 2)])
+def test_islands_train_as_all_their_ranks_together(
+    processes: Processes, tmp_path: Path, method: str, ranks: int
+) -> None:
+    torchrun = [command("torchrun"), "--standalone", "--nproc-per-node", ranks]
+    code, output = processes.run([*torchrun, HELPERS / "island_job.py", method, tmp_path / "out"])
+    assert code == 0, output
+    found = [torch.load(tmp_path / f"out-{rank}.pt", weights_only=True) for rank in range(ranks)]
+    for each in found:
+        assert torch.equal(each["model"], found[0]["model"])
+        torch.testing.assert_close(each["model"], synchronous(list(range(ranks))), rtol=0, atol=1e-6)
+    assert torch.equal(found[0]["servers"], found[1]["servers"]) and not found[0]["seen"].any()
+    assert {event["worker"] for event in events(tmp_path / "out.run")} == set(range(ranks // 2))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one rank."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_world_of_all_ranks_is_refused_and_so_is_a_model_that_waits_for_them(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = DistributedDataParallel(net())
+    made: list[tuple[Callable[[], Any], str]] = [
+        (lambda: enter_island(2), "call enter_island before init_process_group"),
+        (lambda: HybridAsync(model, torch.optim.SGD(model.parameters())), "ranks wait for each other: unwrap it; or"),
+    ]
+    for make, message in made:
+        with pytest.raises(SystemExit) as ended:
+            make()
+        assert ended.value.code == 2 and message in capfd.readouterr().err
+    monkeypatch.setattr(world, "_entered", [WorkerContext(0, 2, rank=1, island_size=2)])
+    for method, options, message in (
+        (HybridAsync, {}, "this worker has 2 ranks, and the model is a Sequential: put it into DistributedDataP"),
+        (AsyncLocalSGD, {"overlap": True}, "AsyncLocalSGD: overlap= is not supported in a worker of several ranks"),
+    ):
+        given: nn.Module = model if options else net()
+        with pytest.raises(SystemExit) as ended:
+            method(given, torch.optim.SGD(given.parameters()), **options)
+        assert ended.value.code == 2 and message in capfd.readouterr().err
+
+
+def test_names_are_those_of_the_model_in_it() -> None:
+    """So islands of another kind have the same layout."""
+    both = nn.ModuleList([net(), net()])
+    assert parameters.unwrapped(both[0]) is both[0]
+    assert [name for name, _ in parameters.unwrapped(both).named_parameters()][0] == "0.0.weight"
