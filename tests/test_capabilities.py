@@ -19,6 +19,8 @@ from fairseq_async.fairseq_plugin.adascale import AdaScaleTrainer
 from fairseq_async.fairseq_plugin.adasum import AdasumTrainer
 from fairseq_async.method.methods import SYNCHRONOUS
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
+from fairseq_async.worker.start import world
+from fairseq_async.worker.start.context import WorkerContext
 from scripts.capability_tables import COLUMNS, FILE, GPU, PAGE, REFUSED, updated
 from tests.helpers.commands import ROOT
 from tests.helpers.fairseq_flags import parsed
@@ -71,6 +73,7 @@ def pytorch(patch: pytest.MonkeyPatch, method: str, column: str) -> None:
         return  # a hook and a class, whose tests are in the table
     model: nn.Module = nn.Linear(2, 2)
     if column == "islands":
+        patch.setattr(world, "_entered", [WorkerContext(0, 2, rank=1, island_size=2)])
         model = nn.parallel.DistributedDataParallel(model)
     options: dict[str, Any] = {"compressed": {"compress": "int8"}, "sharded": {"server_shards": 2}}.get(column, {})
     front_end = HybridAsync if method == "hybrid_async" else AsyncLocalSGD

@@ -25,6 +25,7 @@ def fetch_state(client: ServerConnection, run_dir: Path) -> State:
         client.on_any_rank(False)  # the ranks of an island wait here for each other: all have read the file
     finally:
         path.unlink(missing_ok=True)
+    client.on_any_rank(False)  # and here: no rank removes the file of the next call
     return state
 
 

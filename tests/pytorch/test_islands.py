@@ -70,6 +70,8 @@ def test_a_world_of_all_ranks_is_refused_and_so_is_a_model_that_waits_for_them(
         with pytest.raises(SystemExit) as ended:
             make()
         assert ended.value.code == 2 and message in capfd.readouterr().err
+    both = parameters.unwrapped(nn.ModuleList([model, net()]))
+    assert [name for name, _ in both.named_parameters()][0] == "0.0.weight"  # as in islands of another kind
     monkeypatch.setattr(world, "_entered", [WorkerContext(0, 2, rank=1, island_size=2)])
     for method, options, message in (
         (HybridAsync, {}, "this worker has 2 ranks, and the model is a Sequential: put it into DistributedDataP"),
@@ -79,10 +81,3 @@ def test_a_world_of_all_ranks_is_refused_and_so_is_a_model_that_waits_for_them(
         with pytest.raises(SystemExit) as ended:
             method(given, torch.optim.SGD(given.parameters()), **options)
         assert ended.value.code == 2 and message in capfd.readouterr().err
-
-
-def test_names_are_those_of_the_model_in_it() -> None:
-    """So islands of another kind have the same layout."""
-    both = nn.ModuleList([net(), net()])
-    assert parameters.unwrapped(both[0]) is both[0]
-    assert [name for name, _ in parameters.unwrapped(both).named_parameters()][0] == "0.0.weight"
