@@ -277,4 +277,4 @@ def _factors(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")] if text else []
     except ValueError as error:
-        raise ConfigurationError(f"--slowdown {text}: numbers with commas between them, as in 1,4") from error
+        raise ConfigurationError(f"--slowdown {text}: give numbers separated by commas, as in 1,4") from error

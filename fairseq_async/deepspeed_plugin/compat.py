@@ -239,7 +239,7 @@ def refuse_other_steps(engine: _Engine, is_expected: Callable[[_Engine], bool]) 
             what = f"{names[0]} in the step() of " if names else "the step() of "
             fail(
                 f"the script trains {what}{type(optimizer).__name__}, and the run sees the steps of engine.step() "
-                "alone: call that in its place"
+                "alone: call engine.step() instead"
             )
 
     register_optimizer_step_pre_hook(check)

@@ -135,8 +135,8 @@ def _check_whole_steps(zero: dict[str, Any], name: str) -> None:
     for key, used in (("zenflow", zero.get("zenflow") is not None), ("super_offload", super_offload)):
         if used:
             raise ConfigurationError(
-                f'{name}: "zero_optimization": "{key}" is not supported with "{SECTION}": it steps while the engine '
-                "goes on; leave it out"
+                f'{name}: "zero_optimization": "{key}" is not supported with "{SECTION}": it steps beside the '
+                "engine; leave it out"
             )
 
 

@@ -78,7 +78,7 @@ def _make_plugin(original: Callable[[DeepSpeedPlugin], None], plugin: DeepSpeedP
     """Refuses a plugin of fields or flags alone, such as ``zero_stage``: nothing of ours can be in it."""
     if plugin.hf_ds_config is None and "ACCELERATE_DEEPSPEED_CONFIG_FILE" not in os.environ:
         fail(
-            "attach was called, but accelerate has no DeepSpeed configuration file, which alone can have the section "
+            "attach was called, but accelerate has no DeepSpeed configuration file, and no flag can give the section "
             f'"{_SECTION}": give accelerate launch --deepspeed_config_file FILE, "deepspeed_config_file" in its '
             "configuration file, or DeepSpeedPlugin(hf_ds_config=FILE)"
         )
@@ -98,7 +98,7 @@ def _prepare(original: Callable[..., Any], accelerator: Accelerator, *args: Any,
         fail(
             "attach was called, but this training is without DeepSpeed: give TrainingArguments(deepspeed=FILE), "
             "DeepSpeedPlugin(hf_ds_config=FILE) or accelerate launch --use_deepspeed --deepspeed_config_file FILE, and "
-            "leave use_cpu=True or --cpu out, with which there is none"
+            "leave out use_cpu=True or --cpu, which switch DeepSpeed off"
         )
     prepared = original(accelerator, *args, **kwargs)
     if not (_engines and isinstance(prepared, tuple)):

@@ -154,7 +154,7 @@ def _filled(context: ssl.SSLContext, directory: Path, own: str) -> ssl.SSLContex
         context.load_cert_chain(certificate, key, password="")  # refuses a key with a password instead of asking for it
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{option('tls')} {directory}: {AUTHORITY}.pem, {own}.pem or {own}.key is none: {error}"
+            f"{option('tls')} {directory}: {AUTHORITY}.pem, {own}.pem or {own}.key is no certificate or key: {error}"
         ) from error
     return context
 

@@ -36,14 +36,17 @@ def read_command(run_dir: Path) -> tuple[FairseqConfig, int]:
     try:
         command = json.loads((run_dir / _FILE).read_text())
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{run_dir}: no recorded command of fairseq-train there ({error})") from error
+        raise ConfigurationError(
+            f"{run_dir}: no command of fairseq-train is recorded there ({error}); give the directory of a run that was "
+            "started with --record"
+        ) from error
     directory = command["directory"]
     try:
         os.chdir(directory)
     except OSError as error:
         raise ConfigurationError(
-            f'{run_dir / _FILE}: the run was started in {directory} ({error.strerror}): give as "directory" one to '
-            "which its paths are relative"
+            f'{run_dir / _FILE}: the run was started in {directory} ({error.strerror}): give as "directory" the one '
+            "to which the command's paths are relative"
         ) from error
     arguments = _without_our_directory(command["arguments"])
     with patch.object(sys, "argv", ["fairseq-train", *arguments]):
@@ -55,7 +58,9 @@ def read_command(run_dir: Path) -> tuple[FairseqConfig, int]:
     for path in split_paths(getattr(cfg.task, "data", None) or ""):
         if not ("://" in path or os.path.isdir(path)):
             where = os.path.abspath(path)
-            raise ConfigurationError(f"{run_dir / _FILE}: the data of the run, {where}, is not there any more")
+            raise ConfigurationError(
+                f"{run_dir / _FILE}: the data of the run, {where}, is not there any more; put it back there"
+            )
     return cfg, int(command["threads"])
 
 

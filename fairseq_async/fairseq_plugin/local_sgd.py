@@ -276,8 +276,8 @@ class LocalSGDTrainer(AsynchronousTrainer):
         if name := self.loop.changed():
             raise ConfigurationError(
                 f"{name} is not as the validation found it: something in this process changes parameters for a "
-                "validation (a moving average, load_state_dict) and does not put them back. This worker goes on with "
-                "parameters of its own, which would overwrite the change: put back what was there"
+                "validation (a moving average, load_state_dict) and does not restore them. This worker continues with "
+                "its own parameters, which would overwrite the change: restore them after the validation"
             )
         self.loop.give_back()
 

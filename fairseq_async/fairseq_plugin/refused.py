@@ -126,7 +126,7 @@ def check_local_schedule(args: Namespace, workers: int) -> None:
     if workers > 1 and issubclass(LR_SCHEDULER_REGISTRY.get(name, object), ReduceLROnPlateauLRSchedule):
         raise ConfigurationError(
             f"--lr-scheduler {name}: not possible with --optimizer {args.optimizer} and several workers, "
-            "of which only worker 0 validates; give another schedule, or use --optimizer hybrid_async"
+            "because only worker 0 validates; give another schedule, or use --optimizer hybrid_async"
         )
 
 

@@ -64,7 +64,7 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Schedul
     with _fairseqs_errors(inner, scheduler):
         optimizer = build_optimizer(component_config(inner, "optimizer"), views)
         if type(optimizer).step is not FairseqOptimizer.step:  # of a plug-in; the server steps what is in it
-            raise ValueError("its step() is its own; --optimizer local_sgd, whose workers step, takes it")
+            raise ValueError("it has a step() of its own: use --optimizer local_sgd, whose workers step")
         if optimizer.supports_flat_params:
             optimizer = build_optimizer(component_config(inner, "optimizer"), pieces(parameters))
         if spec.framework.get("fused") and type(optimizer.optimizer) is Adam and not inner.get("use_old_adam"):

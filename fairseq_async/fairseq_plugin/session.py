@@ -84,8 +84,8 @@ def _check_trainer(found: type, cfg: FairseqConfig) -> None:
     if found is not Trainer:
         raise ConfigurationError(
             f"{found.__module__}.{found.__qualname__} is in the place of fairseq's Trainer, and --optimizer "
-            f"{cfg.optimizer.optimizer} puts its own there, so that nothing of yours would be called: put your methods "
-            "into fairseq.trainer.Trainer, of which it is a subclass, or into the task"
+            f"{cfg.optimizer.optimizer} puts its own there: yours would not be called; put your methods into "
+            "fairseq.trainer.Trainer, the base class of ours, or into the task"
         )
 
 

@@ -40,8 +40,8 @@ def _line(arguments: list[str]) -> list[str]:
         command = WorkerCommand(arguments)
         if command.synchronous:
             raise ConfigurationError(
-                "join: the ranks of a synchronous method are one group from their start, without a server that one "
-                "could join; start all of them with fairseq-async launch"
+                "join: a synchronous method has no server to join; start all of its ranks together, with "
+                "fairseq-async launch"
             )
         return command.line(None)
     return [find_program(arguments[0]), *arguments[1:]]

@@ -59,6 +59,8 @@ def hold(address: str, token_file: Path, tls: Path | None) -> None:
     with listener:
         if tls is None and not is_loopback(host):
             say(exposed(address))
-        say(f"a shard waits at {host}:{listener.getsockname()[1]} for its server, which has it in its shard hosts")
+        say(
+            f"a shard waits at {host}:{listener.getsockname()[1]} for a server that has this address in --server-shards"
+        )
         hold_shard(listener, ShardHost(token, load_build, say), encryption)
     say("the run is finished")

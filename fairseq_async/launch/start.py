@@ -61,7 +61,7 @@ def launch_fairseq(arguments: list[str], options: Launch) -> None:
     command = WorkerCommand(arguments, options.workers)
     if options.resume:
         raise ConfigurationError(
-            "--resume: is for scripts; leave it out, an interrupted fairseq-train goes on by itself"
+            "--resume is for scripts: leave it out; an interrupted fairseq-train continues without it"
         )
     if not command.synchronous:
         return _launch(command, options)

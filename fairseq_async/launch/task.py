@@ -106,8 +106,8 @@ class Task:
                 return cls._of(scheduler, *names, environment)
         known = ", ".join(each.name for each in reversed(SCHEDULERS))
         raise ConfigurationError(
-            f"worker: no task of a job; start it with {known}, as in: srun -n 4 fairseq-async worker -- COMMAND; on "
-            "one machine fairseq-async launch does without"
+            f"worker: this process is no task of a job; start it with {known}, as in: srun -n 4 fairseq-async worker "
+            "-- COMMAND; on one machine use fairseq-async launch"
         )
 
     @classmethod

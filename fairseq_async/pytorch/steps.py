@@ -62,17 +62,17 @@ class OtherOptimizers:
             return
         kind = type(optimizer).__name__
         raise ConfigurationError(
-            f"{kind} steps {names[0]}, and is not the optimizer that the run was given, so that the run would not see "
-            f"its steps: give the {kind} whose step() the loop calls, made before the with block (several in a list), "
-            "and make no other one for these parameters"
+            f"{kind} steps {names[0]}, and is not the optimizer that the run was given: the run would not see its "
+            f"steps; make the {kind} whose step() the loop calls before the with block, and give it to the run "
+            "(several in a list)"
         )
 
     def _warn_of_copy(self, optimizer: Optimizer) -> None:
         self._of_copy += _shapes(optimizer) in self._shapes
         if self._of_copy == _STEPS_OF_COPY:
             say(
-                f"warning: {type(optimizer).__name__} steps parameters of the same shapes as the run's, whose own "
-                "optimizer does not step: if they are those of a copy of the model, the run does not see its training"
+                f"warning: {type(optimizer).__name__} steps parameters of the same shapes as the run's, and the run's "
+                "own optimizer does not step: if it trains a copy of the model, the run does not see that training"
             )
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -107,6 +107,6 @@ class UnseenTraining:
         self._changes += changed is not None
         if self._changes > 1:  # one change may be weights that the script loads before it begins
             raise ConfigurationError(
-                f"{changed} is trained, and no step of the optimizer that the run was given comes, so that the run "
-                "does not see it: step that optimizer, and leave the parameters to it"
+                f"{changed} is trained, and no step of the optimizer that the run was given comes: the run does not "
+                "see the training; call step() of that optimizer, and change the parameters by it alone"
             )

@@ -40,8 +40,8 @@ class FirstBatches:
             pair = "workers {} and {}".format(*sorted((other, worker)))
             if self.must_differ:
                 raise RefusedError(
-                    f"{pair} began with the same batches: a script that reads callback.workers or "
-                    "args.world_size before training divides the data by it itself: do so, or do not read it"
+                    f"{pair} began with the same batches: the script reads callback.workers or args.world_size "
+                    "before training, so the Trainer does not divide the data: divide it by that, or do not read it"
                 )
             self._said = True
             self._tell(

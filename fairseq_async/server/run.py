@@ -97,8 +97,8 @@ class Run:
             self._untrained, self._first_batches.must_differ = hello.untrained, hello.by_script
         if hello.untrained != self._untrained:
             raise RefusedError(
-                f"{name} has other values than the others in parameters that are not trained, which no worker gets "
-                "from the server: load them, or make the model with the same torch.manual_seed, in every worker"
+                f"{name} has other values than the others in parameters that are not trained: no worker gets these "
+                "from the server; load them, or make the model with the same torch.manual_seed, in every worker"
             )
         if hello.by_script != self._first_batches.must_differ:
             raise RefusedError(

@@ -179,9 +179,8 @@ class HybridWorker(AsyncWorker):
         if name := changed or self.changed_parameter():
             raise ConfigurationError(
                 f"{name} is not as this worker took it from the server: something in this process changes parameters "
-                "(clamping, max_norm, a pruning mask, load_state_dict, another optimizer). With hybrid_async they are "
-                "the server's, and its next ones would overwrite the change: leave it out, or use local SGD, which "
-                "takes such changes"
+                "(clamping, max_norm, a pruning mask, load_state_dict, another optimizer). With hybrid_async the "
+                "server's next parameters would overwrite the change: leave it out, or use local SGD, which takes it"
             )
 
     def _note(self, assignment: Assignment) -> None:

@@ -158,8 +158,8 @@ class LocalSGDWorker(AsyncWorker):
         changed = self.changed_parameter()
         if changed is not None and not self._has_stepped:
             raise ConfigurationError(
-                f"{changed} was trained, or changed, and no step of the run's optimizer came, so that the server's "
-                "parameters would overwrite it: step the optimizer that the run was given, and that one alone"
+                f"{changed} has changed without a step of the run's optimizer, and the server's parameters would "
+                "overwrite the change: call step() of the optimizer that the run was given, and of no other"
             )
         return self.client.on_any_rank(changed is not None)
 

@@ -45,7 +45,7 @@ JOB = ["--", "fairseq-train", "data", "--optimizer"]
         (
             ["launch", "--workers", "2", "--slowdown", "fast", *JOB, "local_sgd"],
             2,
-            "--slowdown fast: numbers with commas",
+            "--slowdown fast: give numbers separated by commas",
         ),
         (["launch", "--workers", "2", "--host", "::", *JOB, "local_sgd"], 2, "--host ::: IPv6 addresses are not"),
         (["join", "[::1]:29400", "--token-file", __file__, *JOB, "local_sgd"], 2, "[::1]:29400: IPv6 addresses are"),
@@ -131,7 +131,7 @@ def test_too_few_open_files_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_a_rank_of_a_synchronous_method_cannot_be_joined() -> None:
-    with pytest.raises(ConfigurationError, match="^join: the ranks of a synchronous method are one group"):
+    with pytest.raises(ConfigurationError, match="^join: a synchronous method has no server to join"):
         _line(["fairseq-train", "data", "--optimizer", "adasum"])
 
 

@@ -171,7 +171,7 @@ def test_a_schedule_that_stays_in_the_trainer_is_one_line_of_error(tmp_path: Pat
 
 NOT_OURS = {
     "without DeepSpeed": (2, "error: attach was called, but this training is without DeepSpeed: give"),
-    "flags alone": (2, "error: attach was called, but accelerate has no DeepSpeed configuration file, which alone can"),
+    "flags alone": (2, "error: attach was called, but accelerate has no DeepSpeed configuration file, and no flag can"),
     "imported before": (2, 'error: "async_training": deepspeed.initialize was imported before attach was called'),
     "without our section": (0, 'the DeepSpeed configuration has no "async_training": this training is synchronous'),
     "by position": (0, "AsyncEngine"),

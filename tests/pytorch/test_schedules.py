@@ -248,7 +248,7 @@ def test_rates_that_follow_from_something_else_than_steps_are_one_line(
 
     workers(1, local_sgd_main.build if method == "local" else gradient_main.build).run(train)
     stepped = method == "local" and kind == "a class"
-    said = "follows the progress of the run" if stepped else "which the run takes"
+    said = "follows the progress of the run" if stepped else "use a scheduler whose rates depend on"
     assert said in capfd.readouterr().err
 
 

@@ -190,8 +190,8 @@ GROUP = {"tensors": [0], "options": {"lr": 0.1}}
     ("changes", "message"),
     [
         ({"optimizer": "Rprop"}, "Rprop: the server has Adam, AdamW, SGD"),
-        ({"parameter_groups": [GROUP, GROUP]}, "not each tensor of the model once"),
-        ({"parameter_groups": [GROUP | {"tensors": [5]}]}, "not each tensor of the model once"),
+        ({"parameter_groups": [GROUP, GROUP]}, "have a tensor twice, or one that is not"),
+        ({"parameter_groups": [GROUP | {"tensors": [5]}]}, "have a tensor twice, or one that is not"),
         ({"parameter_groups": [GROUP | {"tensors": [-1]}]}, "the description of the optimizer: parameter_groups.0"),
         ({"parameter_groups": [GROUP | {"options": {"closure": 1.0}}]}, "the optimizer: SGD has no closure"),
         (

@@ -137,8 +137,8 @@ class AsyncEngine(DeepSpeedEngine):
                 fail(_NOT_JOINED)
         elif not self.finished and (name := self._loop_watch.trained_without_step()):
             fail(
-                f"{name} is trained without engine.step(), which alone the run sees: call it in place of the step of "
-                "another optimizer"
+                f"{name} is trained without engine.step(), which alone the run sees: call it instead of another "
+                "optimizer's step()"
             )
 
     def check_at_exit(self) -> None:

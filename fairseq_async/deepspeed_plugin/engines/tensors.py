@@ -54,8 +54,8 @@ def check_unstepped(parameters: list[tuple[str, Parameter]]) -> None:
     for name, parameter in parameters:
         if parameter.grad is not None:
             raise ConfigurationError(
-                f"{name} has a gradient and is in no exchange, so that each worker would have its own: give it to "
-                "the engine's optimizer, or freeze it with requires_grad_(False) before initialize"
+                f"{name} has a gradient and is in no exchange: each worker would have its own values; give it to the "
+                "engine's optimizer, or freeze it with requires_grad_(False) before initialize"
             )
 
 
@@ -142,8 +142,8 @@ def check_masters(engine: DeepSpeedEngine) -> None:
     replica = replica_of(engine, 0)
     if isinstance(replica, MasterReplica) and (name := replica.strayed()):
         raise ConfigurationError(
-            f"{name} was changed after initialize, and its fp32 master was not, so that DeepSpeed takes the change "
-            "back with the first step: load parameters before initialize, or by engine.load_checkpoint"
+            f"{name} was changed after initialize, and its fp32 master was not: DeepSpeed's first step would undo the "
+            "change; load parameters before initialize, or by engine.load_checkpoint"
         )
 
 

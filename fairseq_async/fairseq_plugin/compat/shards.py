@@ -94,7 +94,7 @@ def check_batches_stay(iterator: FairseqObject, cached: bool) -> EpochBatchItera
     """
     if not cached or type(iterator) is not EpochBatchIterator or callable(iterator.batch_sampler):
         raise ConfigurationError(
-            "--shards: this task makes other batches in each epoch, so that a shard would be nothing fixed: "
-            "leave --shards out"
+            "--shards: this task makes other batches in each epoch, and a shard has to keep its batches: leave "
+            "--shards out"
         )
     return iterator

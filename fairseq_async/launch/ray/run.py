@@ -94,9 +94,9 @@ def _command(arguments: list[str], directory: Path, workers: int, resume: bool) 
     command = WorkerCommand(arguments, workers)
     if command.synchronous or resume:
         raise ConfigurationError(
-            "--resume: is for scripts; leave it out, an interrupted fairseq-train goes on by itself"
+            "--resume is for scripts: leave it out; an interrupted fairseq-train continues without it"
             if resume
-            else "ray: the ranks of a synchronous method have no server that could join them; start them with torchrun"
+            else "ray: a synchronous method has no server; start its ranks with torchrun"
         )
     command.check_inputs()
     return command

@@ -175,8 +175,8 @@ class StepCount:
             often = "more often" if self._hasty > 2 else "less often"
             raise ConfigurationError(
                 f"{type(self._scheduler).__name__} is stepped {often} than the optimizer, and the server takes its "
-                "rates at each step of the optimizer: step it once after each optimizer.step(), and give it its "
-                "lengths in steps (of an epoch of n batches, n times as many)"
+                "rates at each step of the optimizer: step it once after each optimizer.step(), and give its lengths "
+                "in steps (for an epoch of n batches, n steps)"
             )
 
 
@@ -284,7 +284,7 @@ class OwnRates:
         if by_own_steps or hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
             raise ConfigurationError(
                 f"a scheduler, or the loop, sets the learning rate of {type(self._optimizer).__name__} by this "
-                "worker's own steps, of which a fast worker takes more than the run has, and a slow one fewer: "
+                "worker's own steps, but a fast worker takes more steps than the run has, and a slow one fewer: "
                 f"{self._remedy}"
             )
         self._before = progress, rates
@@ -313,7 +313,7 @@ def check_table(scheduler: Any, began: int, rates: Rates) -> None:
     if present != rates[taken]:
         raise ConfigurationError(
             f"{name} gives the learning rates {present} after {taken} steps, and gave {rates[taken]} when the run "
-            "began, which the run takes: it is to follow from the number of its steps alone"
+            "began: use a scheduler whose rates depend on the number of its steps alone"
         )
 
 

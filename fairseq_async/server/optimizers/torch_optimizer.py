@@ -220,7 +220,7 @@ def build_optimizer(spec: OptimizerSpec, layout: Layout, parameters: Tensor) -> 
         raise ConfigurationError(f"the optimizer is {spec.optimizer}: the server has {', '.join(OPTIMIZERS)}")
     numbers = [number for group in spec.parameter_groups for number in group.tensors]
     if len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(len(layout.segments))):
-        raise ConfigurationError("the optimizer's groups have not each tensor of the model once at most")
+        raise ConfigurationError("the optimizer's groups have a tensor twice, or one that is not the model's")
     unknown = {name for group in spec.parameter_groups for name in group.options} - set(_arguments_of(kind))
     if unknown:
         raise ConfigurationError(f"the description of the optimizer: {spec.optimizer} has no {min(unknown)}")

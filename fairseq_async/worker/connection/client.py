@@ -178,8 +178,8 @@ class Client:
             welcome = self.connection.join_anew(replace(hello, remote=True), find_slot)
         if details.moments and welcome.moments not in (None, details.moments):
             raise RefusedError(
-                f"the optimizer of worker {self.worker} has stepped before this run, but not as that of worker 0, "
-                "whose moments the run has: load the same state in every worker, or in worker 0 alone"
+                f"the optimizer of worker {self.worker} has stepped before this run, and has other moments than worker "
+                "0's, which the run has: load the same state in every worker, or in worker 0 alone"
             )
         return welcome
 

@@ -77,7 +77,7 @@ class WorkerContext:
             return cls._of_torchrun(island_size)
         if get("SLURM_PROCID", "0") != "0":
             raise ConfigurationError(
-                "srun started several tasks, and none knows of the others: srun fairseq-async worker -- COMMAND"
+                "srun started several tasks, and none knows of the others: call srun fairseq-async worker -- COMMAND"
             )
         if island_size > 1:
             raise ConfigurationError(
@@ -307,7 +307,7 @@ def _slowdown(worker: int, workers: int) -> float:
     try:
         factors = [float(part) for part in given.split(",")]
     except ValueError as error:
-        raise ConfigurationError(f"{SLOWDOWN}={given}: numbers with commas between them, as in 1,4") from error
+        raise ConfigurationError(f"{SLOWDOWN}={given}: give numbers separated by commas, as in 1,4") from error
     if len(factors) != workers or not all(1 <= factor < inf for factor in factors):
         raise ConfigurationError(f"{SLOWDOWN}={given}: give each of the {workers} workers a factor of at least 1")
     return factors[worker]
