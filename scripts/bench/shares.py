@@ -98,7 +98,7 @@ def row(cluster: str, noise: float, micro_batches: int, seeds: int, folder: Path
 def slower(method: dict[str, Any], micro_batches: int, folder: Path) -> list[float]:
     """Returns the time of each step in workers' free time for it, from the one on in which one of two equal workers
     becomes four times slower."""
-    trace = folder / "slower.txt"
+    trace = folder / f"slower_{micro_batches}.txt"  # a trace is read once
     trace.write_text("1\n" * SLOWER_FROM * micro_batches + "4\n" * 2 * STEPS * micro_batches)
     steps: dict[int, float] = {}
     for time, receipt in arrivals([1.0, {"trace": str(trace)}], method, micro_batches, 1, folder):
