@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
+from fairseq_async.deepspeed_plugin.engines import local_sgd
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.hybrid import HybridEngine
 from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
@@ -316,3 +317,22 @@ def test_no_rank_of_an_island_writes_the_slot_before_all_have_read_it_nor_sends_
     island.push(lambda slot: did.append("write"), None)
     island.pull(lambda slot: did.append("read"))
     assert did == ["all", "initialise", "write", "all", "push", "pull", "read", "all"]
+
+
+def test_an_engine_of_local_sgd_is_in_a_step_while_deepspeed_steps_and_keeps_its_schedule_from_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of it, a step of the optimizer is the script's own, which is refused."""
+    engine, seen = SavingEngine(tmp_path), list[tuple[bool, object]]()
+    engine.lr_scheduler, engine._takes_step = "schedule", False
+    for name in ("_check_trained", "_check_followed", "_is_past_the_end"):
+        monkeypatch.setattr(LocalEngine, name, lambda self: False)
+    for name in ("has_no_gradient", "has_nonfinite_step"):
+        monkeypatch.setattr(local_sgd.tensors, name, lambda engine: False)
+
+    def step(self: Any, kwargs: object) -> None:
+        seen.append((self._takes_step, self.lr_scheduler))
+
+    monkeypatch.setattr(DeepSpeedEngine, "_take_model_step", step)
+    engine._take_model_step(None)
+    assert seen == [(True, None)] and (engine._takes_step, engine.lr_scheduler) == (False, "schedule")

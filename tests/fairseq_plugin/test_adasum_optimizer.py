@@ -74,6 +74,8 @@ def trained(together: Together, cfg: Any, start: nn.Module, tokens: Sequence[flo
             method.multiply_grads(2 / sum(tokens))
             method.clip_grad_norm(1.0)
             method.step()
+        method.states.gathered = [{"of": "another rank"}]
+        assert [method.state_dict()["adasum"]["ranks"] for _ in range(2)] == [[{"of": "another rank"}], []]
         return list(model.parameters())
 
     first, second = together.run(work)

@@ -10,6 +10,7 @@ import torch
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.compat.checkpoints import checkpoint_errors
 from fairseq_async.fairseq_plugin.validations import note_validation
+from fairseq_async.records.validations import VALIDATIONS, parse_validation
 
 
 def note(metric: str, stats: dict[str, Any]) -> dict[str, Any]:
@@ -21,6 +22,17 @@ def test_a_score_that_no_validation_has_is_one_line_with_those_that_it_has() -> 
     with pytest.raises(ConfigurationError, match="^--best-checkpoint-metric blue: a validation has loss, bleu$"):
         note("blue", {"loss": 1.0, "bleu": 30.0})
     assert note("bleu", {"loss": 1.0, "bleu": 30.0})["bleu"] == 30.0
+
+
+def test_a_validation_is_recorded_with_its_loss_and_the_first_score_besides(tmp_path: Path) -> None:
+    session = SimpleNamespace(run_dir=tmp_path)
+    trainer = SimpleNamespace(session=session, validated_epoch=2, get_num_updates=lambda: 7)
+    cfg = SimpleNamespace(checkpoint=SimpleNamespace(best_checkpoint_metric="loss"))
+    for stats, best in (({"loss": 1.5, "ppl": 3.0}, True), ({"loss": 2.5, "wer": 9.0}, True), ({"loss": 8.0}, False)):
+        note_validation(lambda *given: given[2], cfg, trainer, stats, best)
+    found = map(parse_validation, (tmp_path / VALIDATIONS).read_bytes().splitlines())
+    wanted = [(7, 2, 1.5, "ppl", 3.0), (7, 2, 2.5, None, None)]
+    assert [(each.updates, each.epoch, each.loss, each.metric, each.score) for each in found] == wanted
 
 
 def test_a_file_that_is_no_checkpoint_is_one_line_with_its_name(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """``AsyncCallback`` with the real ``Trainer`` of transformers, in processes that a launcher of ours would start."""
 
 import json
+import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,6 +144,20 @@ def test_a_run_goes_on_from_the_trainers_checkpoint(two: tuple[Path, list[dict[s
     assert [samples(folder / "out", n) for n in (0, 1)] == pytest.approx([2 * 6 * 4] * 2, rel=0.01)
     of_0, of_1 = (logged(folder / "out", n, "train_loss")[0]["train_loss"] for n in (0, 1))
     assert of_1 == pytest.approx(of_0, rel=0.3), "both have the losses of six steps"
+
+
+def test_a_trainer_is_one_of_all_ranks_only_while_it_makes_the_loader_of_its_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its evaluation draws all of its data, in the way that the script has chosen."""
+    monkeypatch.setitem(sys.modules, "torchaudio", None)  # transformers would import it; it may not fit this torch
+    divided: Any = import_module("fairseq_async.pytorch.divided")
+    state, loading = SimpleNamespace(num_processes=1, process_index=0), SimpleNamespace(dispatch_batches=True)
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(state=state, dataloader_config=loading))
+    with pytest.raises(KeyError), divided.Division._as_one_of(SimpleNamespace(), trainer, 6, 4):
+        assert (vars(state), loading.dispatch_batches) == ({"num_processes": 6, "process_index": 4}, False)
+        raise KeyError
+    assert (vars(state), loading.dispatch_batches) == ({"num_processes": 1, "process_index": 0}, True)
 
 
 def test_a_server_that_would_begin_anew_is_one_line_of_error(

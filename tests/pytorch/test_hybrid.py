@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
+from fairseq_async.pytorch.micro_batches import BackwardPasses
 from fairseq_async.server.programs import gradient_main, local_sgd_main
 from fairseq_async.server.rounds.shares import Shares
 from tests.helpers.run_files import events
@@ -464,3 +465,17 @@ def test_a_loss_is_that_of_the_step_before_which_it_was_set(workers: Start, tmp_
 
     workers(1, gradient_main.build if method is HybridAsync else local_sgd_main.build).run(train)
     assert [event.get("loss") for event in events(tmp_path / "run-0")] == [5.0, None, 7.0]
+
+
+def test_micro_batches_are_counted_in_their_own_block() -> None:
+    """Not with those of a block that an exception has ended amid a step."""
+    passes, parameter = BackwardPasses(), nn.Parameter(torch.ones(2))
+    for count in (1, 2):
+        handles = passes.add_hooks([("w", parameter)])
+        for _ in range(count):
+            parameter.sum().backward()
+        assert passes.count == count
+        for each in handles:
+            each.remove()
+    passes.check(2)
+    assert passes.count == 0

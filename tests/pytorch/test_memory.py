@@ -31,6 +31,13 @@ def shared() -> nn.Module:
     return model
 
 
+def overlapping() -> nn.Module:
+    """By one element."""
+    model, flat = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(7)
+    model[0].weight.data, model[1].weight.data = flat[:4].view(2, 2), flat[3:].view(2, 2)
+    return model
+
+
 def with_parameter(value: torch.Tensor, trained: bool = True) -> nn.Module:
     model = nn.Linear(2, 2)
     model.register_parameter("more", nn.Parameter(value, requires_grad=trained))
@@ -45,6 +52,7 @@ def with_parameter(value: torch.Tensor, trained: bool = True) -> nn.Module:
         (lambda: with_parameter(torch.eye(2).to_sparse(), trained=False), "more is a sparse tensor"),
         (lambda: with_parameter(torch.ones(2, dtype=torch.complex64)), "more is complex"),
         (shared, "1.weight shares its memory with 0.weight"),
+        (overlapping, "1.weight shares its memory with 0.weight"),
     ],
 )
 def test_a_parameter_that_cannot_be_exchanged_is_one_line(make: Callable[[], nn.Module], line: str) -> None:
