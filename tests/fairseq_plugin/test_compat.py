@@ -8,7 +8,7 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 from fairseq.data.token_block_dataset import TokenBlockDataset
-from fairseq.optim import FP16Optimizer
+from fairseq.optim import FP16Optimizer, build_optimizer
 
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin.compat.batches import batches_of_first_epoch, real_batches
@@ -22,6 +22,7 @@ from fairseq_async.fairseq_plugin.compat.numpy_names import restore_names
 from fairseq_async.fairseq_plugin.compat.optimizers import betas_as_strings
 from fairseq_async.fairseq_plugin.compat.precision import finite_norm, forget_factor, loss_scale_errors
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
+from tests.helpers.fairseq_trainers import configuration
 
 
 @pytest.mark.parametrize(
@@ -91,9 +92,11 @@ def test_an_iterator_that_makes_its_batches_anew_in_each_epoch_stays() -> None:
 
 def test_after_a_norm_of_nan_the_next_step_multiplies_by_one() -> None:
     """Gradients of bf16 have no loss scale, by which fairseq would set the factor again."""
-    optimizer: Any = object.__new__(FP16Optimizer)
-    for scaler, factor in ((None, 1.0), ("a loss scale", 0.5)):
-        optimizer.scaler, optimizer._multiply_factor = scaler, float("nan") if scaler is None else 0.5
+    for half, dtype, factor in (("--bf16", torch.bfloat16, 1.0), ("--fp16", torch.float16, 0.5)):
+        model, master = torch.nn.Parameter(torch.ones(2, dtype=dtype)), torch.nn.Parameter(torch.ones(2))
+        cfg = configuration(f"--optimizer adam {half}")
+        optimizer = FP16Optimizer(cfg, [model], build_optimizer(cfg.optimizer, [master]), master)
+        optimizer._multiply_factor = float("nan") if optimizer.scaler is None else 0.5
         forget_factor(optimizer)
         assert optimizer._multiply_factor == factor
 

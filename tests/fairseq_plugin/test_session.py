@@ -1,16 +1,22 @@
 """What surrounds fairseq's ``main``, with a module and a method made up for it."""
 
+import threading
 from argparse import Namespace
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
+from fairseq import checkpoint_utils
 from fairseq.trainer import Trainer
 
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin import session
 from fairseq_async.fairseq_plugin.registry import METHODS, SynchronousMethod
+from fairseq_async.server.programs import local_sgd_main
+from fairseq_async.worker.start.server_process import ServerProcess
+from tests.helpers.fairseq_trainers import HYBRID, Trainers, step
+from tests.helpers.waiting import wait_until
 
 
 class OurTrainer: ...
@@ -111,30 +117,37 @@ def test_an_interrupted_run_goes_on_unless_a_flag_says_where_to_begin(given: dic
 
 @pytest.mark.parametrize(("worker", "max_epoch"), [(0, 0), (0, 3), (2, 3)])
 def test_worker_0_alone_validates_and_reports_and_others_write_logs_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, worker: int, max_epoch: int
+    trainers: Trainers, monkeypatch: pytest.MonkeyPatch, worker: int, max_epoch: int
 ) -> None:
     """The server counts the passes of --max-epoch, where there is one."""
-    monkeypatch.setattr(session, "leave_directory_check_to_worker_0", lambda: None)
-    common = Namespace(cpu=True, wandb_project="mine", aim_repo="mine", log_file="out.log", tensorboard_logdir="board")
-    dataset, optimization = Namespace(disable_validation=False), Namespace(max_epoch=max_epoch)
-    ours: Any = object.__new__(session.WorkerSession)
-    ours.context, ours.spec = Namespace(worker=worker), Namespace(max_epoch=max_epoch)
-    ours._adjust(Namespace(common=common, dataset=dataset, optimization=optimization))
-    assert optimization.max_epoch == 0 and dataset.disable_validation == (worker > 0)
-    reports = ("mine", "mine", "out.log", "board")
-    own = (None, None, "out.log.worker2", "board/worker2")
+    check = "verify_checkpoint_directory"  # which the worker replaces
+    monkeypatch.setattr(checkpoint_utils, check, getattr(checkpoint_utils, check))
+    reports = "--wandb-project mine --aim-repo mine --log-file out.log --tensorboard-logdir board"
+    cfg = trainers.make(f"{HYBRID} --max-epoch {max_epoch} {reports}", worker=worker, workers=3).cfg
+    assert cfg.optimization.max_epoch == 0 and cfg.dataset.disable_validation == (worker > 0)
+    common = cfg.common
     left = (common.wandb_project, common.aim_repo, common.log_file, common.tensorboard_logdir)
-    assert left == (own if worker else reports)
+    own = (None, None, "out.log.worker2", "board/worker2")
+    assert left == (own if worker else ("mine", "mine", "out.log", "board"))
 
 
-@pytest.mark.parametrize(("worker", "serves"), [(0, False), (0, True), (1, False)])
-def test_worker_0_ends_the_run_for_all_and_its_server_outlasts_it(worker: int, serves: bool) -> None:
+def test_worker_0_ends_the_run_for_all_and_its_server_outlasts_it(trainers: Trainers) -> None:
     """It alone sees fairseq's limits and --patience. Others may still be in a round of local steps, which takes as long
     as it takes; the server that another has started ends by itself."""
-    done: list[object] = []
-    ours: Any = object.__new__(session.WorkerSession)
-    ours.context = Namespace(worker=worker)
-    ours._server = Namespace(outlast_workers=lambda: done.append("waited")) if serves else None
-    ours.client = Namespace(leave=lambda finished: done.append(finished))
-    ours.end()
-    assert done == [worker == 0, *["waited"] * serves] and ours._ended
+    first, second, third = (trainers.join(HYBRID, worker=worker, workers=3) for worker in range(3))
+    third.session.end()
+    step(first)
+    assert not first.worker.finished
+    server = first.session._server = ServerProcess(
+        local_sgd_main.__name__, 1, trainers.run_dir / "other", trainers.run_dir / "log"
+    )
+    ends = threading.Thread(target=first.session.end, daemon=True)
+    ends.start()
+    try:
+        wait_until(lambda: (step(second), second.worker.finished)[1], 20)
+        assert ends.is_alive() and not first.session._ended
+        server.over.set()  # as when all workers have left
+        ends.join(20)
+        assert first.session._ended
+    finally:
+        server.stop()

@@ -1,26 +1,50 @@
 """A task's own ``optimizer_step`` under ``hybrid_async``, whose steps are the server's."""
 
-from argparse import Namespace
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.nn import Parameter
+from torch import Tensor, nn
 
-import fairseq_async.fairseq_plugin  # noqa: F401
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.fairseq_plugin.hybrid import HybridAsync, HybridTrainer
+from fairseq_async.fairseq_plugin.hybrid import HybridAsync
+from tests.helpers.contract.fairseq_train import Criterion, Task
+from tests.helpers.fairseq_trainers import HYBRID, Trainers, step
+from tests.helpers.run_files import events
+
+SGD = f"{HYBRID} --inner-optimizer sgd --lr 1.0 --weight-decay 0"
 
 
 def double_gradients(optimizer: HybridAsync) -> None:
     for parameter in optimizer.params:
-        parameter.grad = 2 * parameter.grad
+        if parameter.grad is not None:
+            parameter.grad = 2 * parameter.grad
+
+
+def halve(optimizer: HybridAsync) -> None:
+    optimizer.multiply_grads(0.5)
+
+
+def step_with_scale(optimizer: HybridAsync) -> None:
+    optimizer.step(scale=2.0)
 
 
 def hook(optimizer: HybridAsync) -> None:
     optimizer.optimizer.register_step_pre_hook(lambda *_: double_gradients(optimizer))
+
+
+def stepped(trainer: Any) -> tuple[Tensor, Tensor]:
+    """The gradient of the batch of a step, and what the step has taken from the parameters."""
+    net, batch = trainer.model.net, dict[str, Any]()
+    net.register_forward_pre_hook(lambda _, args, given: batch.update(given), with_kwargs=True)
+    step(trainer)
+    after = net.flat().float()
+    nn.utils.vector_to_parameters(net.float().trace[0].float(), net.parameters())
+    net.zero_grad()
+    net.eval()(**{name: each.float() for name, each in batch.items()})["loss"].backward()
+    gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in net.parameters()])
+    return gradient, net.trace[0].float() - after
 
 
 @pytest.mark.parametrize(
@@ -33,8 +57,8 @@ def hook(optimizer: HybridAsync) -> None:
         (lambda optimizer: optimizer.optimizer.state.clear(), 0.0, "changes the optimizer's state"),
         (double_gradients, 0.0, ""),
         (double_gradients, 1.0, "--clip-norm 1: the task's optimizer_step, or a hook"),
-        (lambda optimizer: optimizer.multiply_grads(0.5), 0.0, ""),
-        (lambda optimizer: optimizer.step(scale=2.0), 0.0, ""),
+        (halve, 0.0, ""),
+        (step_with_scale, 0.0, ""),
         (lambda optimizer: optimizer.step(lambda: 0.0), 0.0, "the task calls optimizer.step.closure."),
         (lambda optimizer: optimizer.clip_grad_norm(0.5), 0.0, "the task calls optimizer.clip_grad_norm beside"),
         (lambda optimizer: optimizer.step(), 0.0, "the task calls optimizer.step.. beside fairseq's trainer"),
@@ -43,69 +67,65 @@ def hook(optimizer: HybridAsync) -> None:
     ],
 )
 def test_what_a_task_does_before_its_step_is_taken_or_is_one_line(
-    does: Callable[[HybridAsync], object], clip_norm: float, error: str
+    trainers: Trainers,
+    monkeypatch: pytest.MonkeyPatch,
+    does: Callable[[HybridAsync], object],
+    clip_norm: float,
+    error: str,
 ) -> None:
-    """A batch of 4 tokens has that weight, whatever the task multiplies its gradient by."""
-    parameter, sent = Parameter(torch.ones(2)), list[tuple[Any, ...]]()
-    slot = torch.zeros(2)
-    client: Any = SimpleNamespace(worker=0, prepare=lambda write: write(slot))
-    named = [("weight", parameter)]
-    optimizer = HybridAsync(Namespace(lr=[0.1], clip_norm=clip_norm), named, client, None, False, True)
+    """The weight is that of the tokens, whatever the task multiplies its gradient by."""
 
-    def exchange(write: Callable[[torch.Tensor], object], *update: object) -> None:
-        write(slot)
-        sent.append((slot.tolist(), update))
+    def optimizer_step(self: Task, optimizer: HybridAsync, model: object, update_num: int) -> None:
+        does(optimizer)
+        if optimizer.awaits_step or error:
+            optimizer.step()
 
-    optimizer.worker.exchange, optimizer.worker.learning_rate = exchange, 0.1  # type: ignore[method-assign, assignment]
-    optimizer.zero_grad()
-    optimizer.backward((parameter * torch.tensor([12.0, 16.0])).sum())
-    optimizer.multiply_grads(1 / 4)
-    optimizer.clip_grad_norm(clip_norm)
+    monkeypatch.setattr(Task, "optimizer_step", optimizer_step)
+    trainer = trainers.join(f"{SGD} --clip-norm {clip_norm}")
     if error:
         with pytest.raises(ConfigurationError, match=error):
-            does(optimizer)
-            optimizer.step()
-    else:
-        does(optimizer)
-        if optimizer.awaits_step:
-            optimizer.step()
-        ((gradient, (weight, _, norm)),) = sent
-        assert (weight, norm) == (4.0, 5.0) and not optimizer.awaits_step
-        if does in (double_gradients, hook):
-            assert gradient == [6.0, 8.0]
+            step(trainer)
+        return
+    gradient, change = stepped(trainer)
+    factor = {double_gradients: 2.0, hook: 2.0, halve: 0.5, step_with_scale: 0.5}.get(does, 1.0)
+    factor *= min(1.0, clip_norm / float(gradient.norm())) if clip_norm else 1.0
+    torch.testing.assert_close(change, factor * gradient)
+    (event,) = events(trainers.run_dir)
+    assert (
+        event["weight"] == 1.0
+        and event["norm"] == pytest.approx(float(gradient.norm()))
+        and not trainer.optimizer.awaits_step
+    )
 
 
-def test_a_gradient_in_fp16_arrives_without_the_loss_scale_of_its_step() -> None:
-    parameter, sent, slot = Parameter(torch.ones(2, dtype=torch.float16)), list[Any](), torch.zeros(2)
-    scaler: Any = SimpleNamespace(scale=lambda loss: scaler.loss_scale * loss)
-    scaler.check_overflow, scaler.update = lambda norm: None, lambda: None
-    client: Any = SimpleNamespace(worker=0)
-    for scaler.loss_scale in (8.0, 16.0):
-        optimizer = HybridAsync(Namespace(lr=[0.1], clip_norm=0.0), [("weight", parameter)], client, scaler, False)
-        optimizer.worker.exchange = lambda write, *update: sent.append((write(slot), update))  # type: ignore[method-assign]
-        optimizer.zero_grad()
-        optimizer.backward((parameter * torch.tensor([12.0, 16.0])).sum())
-        optimizer.multiply_grads(1 / 4)
-        optimizer.clip_grad_norm(0.0)
-        optimizer.step()
-        assert slot.tolist() == [3.0, 4.0] and (sent[-1][1][0], sent[-1][1][2]) == (4.0, 5.0)
+@pytest.mark.parametrize("scale", [8, 16])
+def test_a_gradient_in_fp16_arrives_without_the_loss_scale_of_its_step(trainers: Trainers, scale: int) -> None:
+    gradient, change = stepped(trainers.join(f"{SGD} --fp16 --fp16-init-scale {scale}"))
+    torch.testing.assert_close(change, gradient, rtol=0.05, atol=0.05)
+    (event,) = events(trainers.run_dir)
+    assert event["weight"] == 1.0 and event["norm"] == pytest.approx(float(gradient.norm()), rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "weight"), [([0, torch.tensor(0.0)], 1e-9), ([0, 1], 1.0), ([], 1.0), ([1e-12], 1e-12)]
+    ("tokens", "weight"), [([0, torch.tensor(0.0)], 1e-9), ([0, 1], 1.0), ([4, 4], 8.0), ([1e-12], 1e-12)]
 )
-def test_batches_without_a_target_token_have_no_weight_in_a_mean(tokens: list[Any], weight: float) -> None:
+def test_batches_without_a_target_token_have_no_weight_in_a_mean(
+    trainers: Trainers, monkeypatch: pytest.MonkeyPatch, tokens: list[Any], weight: float
+) -> None:
     """fairseq divides by 1 then, as by one token."""
-    optimizer: Any = object.__new__(HybridAsync)
-    optimizer.dummy, optimizer._norm, optimizer.tokens, optimizer._scales_into_slot = False, None, tokens, True
-    optimizer.worker = SimpleNamespace(scale_into_slot=lambda factor: None)
-    optimizer.multiply_grads(1.0 if weight == 1e-9 else 1.0 / weight)
-    assert optimizer._weight == pytest.approx(weight)
+    forward, sizes = Criterion.forward, iter(tokens)
+
+    def with_size(self: Criterion, *args: Any, **kwargs: Any) -> Any:
+        loss, _, output = forward(self, *args, **kwargs)
+        return loss, next(sizes), output
+
+    monkeypatch.setattr(Criterion, "forward", with_size)
+    step(trainers.join(SGD), 1, len(tokens))
+    assert events(trainers.run_dir)[0]["weight"] == pytest.approx(weight)
 
 
-def test_a_task_that_does_not_step_is_one_line() -> None:
+def test_a_task_that_does_not_step_is_one_line(trainers: Trainers, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server would count one step less than fairseq, and its learning rate would be another."""
-    trainer: Any = object.__new__(HybridTrainer)
-    trainer._optimizer = SimpleNamespace(awaits_step=True)
+    monkeypatch.setattr(Task, "optimizer_step", lambda *_, **__: None)
     with pytest.raises(ConfigurationError, match="optimizer_step has not called optimizer.step"):
-        trainer._reduce_and_log_stats([], 1.0, torch.ones(()))
+        step(trainers.join(HYBRID))

@@ -43,6 +43,8 @@ class Clock:
 class Numbers(Dataset[int]):
     """A data set whose sample n is n."""
 
+    supports_fetch_outside_dataloader = True  # as fairseq's data sets
+
     def __init__(self, size: int) -> None:
         self.size = size
 
