@@ -19,6 +19,7 @@ class ThreadServer:
 
     Args:
         tls: directory of the server's certificates; None for connections without encryption.
+        recovers: goes on from the newest snapshot, and takes others, for which it forks; for a process of its own.
     """
 
     def __init__(
@@ -30,13 +31,17 @@ class ThreadServer:
         tls: Path | None = None,
         token: str | None = None,
         port: int = 0,
+        recovers: bool = False,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.token = token or new_token()
         listener = socket.create_server((host, port))
         self.service = self.make_service(workers, run_dir, build)
         self.service.reach = HostConnector(self.token, build.__module__, tls, print)
-        self.service.snapshots.take = lambda state, version: None  # type: ignore[method-assign]  # no fork in pytest
+        if recovers:
+            self.service.recover()
+        else:
+            self.service.snapshots.take = lambda state, version: None  # type: ignore[method-assign]  # no fork in pytest
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._lifeline, other = socket.socketpair()
         self._loop = EventLoop(listener, self.service, other, encryption=None if tls is None else server_context(tls))

@@ -14,18 +14,14 @@ from fairseq_cli import train as fairseq_train
 from torch import Tensor, nn
 
 import fairseq_async.fairseq_plugin  # noqa: F401  # the package may have been imported before fairseq
-from tests.helpers.contract.net import BATCH, DECAY, HALF, RATE, STEPS, Net, Run, rows
+from tests.helpers.contract.net import BATCH, DECAY, HALF, RATE, STEPS, Net, Run, flags_of, rows
 
 _net: list[Net] = []  # the model of the present job
 COMMON = (
-    f"--task contract --arch contract --criterion contract --batch-size {BATCH} --lr {RATE} --seed 3 "
+    f"--task contract --arch contract --criterion contract --batch-size {BATCH} --required-batch-size-multiple 1 "
+    f"--lr {RATE} --seed 3 "
     f"--weight-decay {DECAY} --validate-interval-updates 3 --num-workers 0 --no-epoch-checkpoints"
 ).split()
-OPTIMIZER = {
-    "plain": "--optimizer adam",
-    "hybrid_async": "--optimizer hybrid_async --updates-per-step 1",
-    "local_sgd": "--optimizer local_sgd --outer sgd --outer-lr 1.0 --local-steps 3",
-}
 
 
 class Rows(FairseqDataset):
@@ -98,12 +94,13 @@ class Criterion(FairseqCriterion):
 def train(net: Net, run: Run) -> None:
     _net[:] = [net]
     run.path.mkdir(exist_ok=True)
-    flags = ["--max-update", run.steps if run.method == "plain" else STEPS, "--save-dir", run.path]
+    flags = ["--optimizer", *(["adam"] if run.method == "plain" else [run.method, *flags_of(run)])]
+    flags += ["--max-update", run.steps if run.method == "plain" else STEPS, "--save-dir", run.path]
     flags += ["--save-interval-updates", HALF] if run.case.saves else ["--no-save"]
     if run.case.has_schedule:
         flags += f"--lr-scheduler polynomial_decay --total-num-update {STEPS + 4}".split()
     if run.case.goes_on or run.case.brings_state:
         flags += ["--restore-file", run.before / f"checkpoint_1_{HALF}.pt"]
         flags += ["--reset-dataloader"] * (run.case.workers > 1)  # the workers have other parts of the data than before
-    sys.argv = ["fairseq-train", str(run.path), *COMMON, *OPTIMIZER[run.method].split(), *map(str, flags)]
+    sys.argv = ["fairseq-train", str(run.path), *COMMON, *map(str, flags)]
     fairseq_train.cli_main()

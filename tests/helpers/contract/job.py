@@ -16,10 +16,9 @@ import torch
 
 from fairseq_async.environment import JOINS, SERVER, TOKEN, WORKER, WORKERS
 from scripts.faults.thread_server import ThreadServer
-from tests.helpers.contract.net import CASES, Case, Net, Run
+from tests.helpers.contract.net import CASES, Net, Run
 
 AT_A_TIME = 3  # each waits for its server's thread for much of its time
-METHODS = ("plain", "hybrid_async", "local_sgd")
 BUILDS = {  # the module that is the server's program
     "fairseq_train": "fairseq_async.fairseq_plugin.server",
     "deepspeed_engine": "fairseq_async.deepspeed_plugin.server",
@@ -49,37 +48,43 @@ def start(front_end: str, run: Run) -> int:
     return child
 
 
-def serve(program: ModuleType, case: Case, path: Path) -> tuple[str, str]:
-    """Starts the server in a process of its own, which ends with this one; its address and token.
+def serve(program: ModuleType, run: Run, token: str | None = None, port: int = 0) -> tuple[int, str, str]:
+    """Starts the server in a process of its own, which ends with this one; its process, address and token.
 
     A worker that is forked from a process with the server's thread could inherit a lock that the thread holds.
     """
     (reads, writes), (waits, held) = os.pipe(), os.pipe()
-    if os.fork() == 0:
+    process, kills = os.fork(), run.case.kills_server
+    if process == 0:
         os.close(held)
-        server = ThreadServer(case.workers, path, build=program.build)
+        server = ThreadServer(run.case.workers, run.path, build=program.build, token=token, port=port, recovers=kills)
         os.write(writes, f"{server.address} {server.token}".encode())
         os.read(waits, 1)
         os._exit(0)
     os.close(writes)
     address, token = os.read(reads, 1000).decode().split()
-    return address, token
+    run.mark("server").write_text(str(process))
+    return process, address, token
 
 
 def train(front_end: str, first: Run) -> None:
     """The server and all workers of a run, of which one that is killed is started again."""
     torch.set_num_threads(1)
     case, path = first.case, first.path
+    server, workers = 0, 1 if first.method == "plain" else case.workers + case.joins
     if first.method != "plain":
         own = "fairseq_async.server.programs.local_sgd_main"
         hybrid = BUILDS.get(front_end, "fairseq_async.server.programs.gradient_main")
         program = importlib.import_module(own if first.method == "local_sgd" else hybrid)
-        address, token = serve(program, case, path)
+        server, address, token = serve(program, first)
         os.environ |= {SERVER: address, TOKEN: token, WORKERS: str(case.workers)}
-    runs = [replace(first, worker=worker) for worker in range(case.workers + case.joins)]
+    runs = [replace(first, worker=worker) for worker in range(workers)]
     running = {start(front_end, run): run for run in runs}
     while running:
         child, status = os.wait()
+        if child == server:  # which a worker has killed
+            server, *_ = serve(program, first, token, int(address.rpartition(":")[2]))
+            continue
         run, code = running.pop(child), os.waitstatus_to_exitcode(status)
         if code == -signal.SIGKILL:
             running[start(front_end, run)] = run
@@ -93,8 +98,11 @@ def main() -> None:
     cases = getattr(importlib.import_module(f"tests.helpers.contract.{front_end}"), "CASES", CASES)
     gc.freeze()  # else each fork copies what its collections touch
     running: dict[int, Run] = {}
-    made = [Run(case, method, out / f"{name}.{method}") for name, case in cases.items() for method in METHODS]
-    waiting = [run for run in made if run.method != "plain" or run.case.compared]
+    waiting = [
+        Run(case, method, out / f"{name}.{method}")
+        for name, case in cases.items()
+        for method in (*["plain"] * case.compared, *case.methods)
+    ]
     while waiting or running:
         busy = {each.path for each in (*waiting, *running.values())}
         free = [run for run in waiting if run.before not in busy]

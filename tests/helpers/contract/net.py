@@ -4,7 +4,8 @@ import copy
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.run_files import snapshot_versions
 from tests.helpers.waiting import wait_until
 
 STEPS, ROWS, BATCH = 12, 32, 4  # the second epoch begins amid the run
 HALF, WARM = 6, 5  # steps before a checkpoint, and those of a plain loop before the run
+DEATH = 4  # steps before a worker or the server is killed
 RATE, DECAY = 0.02, 0.3  # a parameter that is not left alone decays
+METHODS = ("hybrid_async", "local_sgd")
 LOCAL = {"outer": "sgd", "outer_lr": 1.0, "local_steps": 3}  # the server takes the only worker's steps as they are
 
 
@@ -30,6 +34,8 @@ class Case:
         goes_on: the case from whose checkpoint, after half of the steps, the run goes on.
         steps_schedule: how often a loop of the script's own does so in a step.
         joins: whether worker 1 was not announced.
+        by_number: each batch is that of its number, whatever the sampler draws; a plain loop has those of all workers.
+        options: in the words of PyTorch and DeepSpeed.
     """
 
     before: Callable[["Net", int], object] = lambda net, number: None
@@ -46,6 +52,10 @@ class Case:
     spoilt: tuple[int, ...] = ()  # batches whose loss is NaN
     joins: bool = False
     micro_batches: int = 1  # of a step, in DeepSpeed
+    by_number: bool = False
+    kills_server: bool = False
+    methods: tuple[str, ...] = METHODS
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,15 +81,23 @@ class Run:
     def before(self) -> Path:
         return self.path.with_name(".".join(self.needs))
 
-    def rows(self) -> list[dict[str, Tensor]]:
+    def rows(self, worker: int | None = None) -> list[dict[str, Tensor]]:
         """The worker's own part."""
-        return rows()[self.worker :: self.case.workers + self.case.joins]
+        return rows()[self.worker if worker is None else worker :: self.case.workers + self.case.joins]
 
     def batch(self, number: int) -> dict[str, Tensor]:
         """That of a loop without a sampler."""
-        data = self.rows()
-        part = data[BATCH * number % len(data) :][:BATCH]
+        part = list[dict[str, Tensor]]()
+        for worker in range(self.case.workers) if self.method == "plain" else [self.worker]:
+            data = self.rows(worker)
+            part += data[BATCH * number % len(data) :][:BATCH]
         return {name: torch.stack([row[name] for row in part]) for name in part[0]}
+
+    @property
+    def died_at(self) -> int:
+        """The number of the batch before which this worker has died, and at which it goes on."""
+        died = self.mark(f"died-{self.worker}")
+        return int(died.read_text()) if died.exists() else 0
 
     def mark(self, text: str) -> Path:
         return Path(f"{self.path}-{text}")
@@ -104,12 +122,13 @@ class Net(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
         self.heads = nn.ModuleList(nn.Linear(5, 1) for _ in range(3))
+        self.norm = nn.BatchNorm1d(5) if "buffers" in run.case.options else nn.Identity()
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -0.4, 0.4, generator=generator)
         self.layers[2].requires_grad_(not run.case.frozen)
         self.start = copy.deepcopy(self.state_dict())
-        self.run, self.batches, self.trace = run, HALF if run.case.goes_on else 0, list[Tensor]()
+        self.run, self.batches, self.trace = run, HALF if run.case.goes_on else run.died_at, list[Tensor]()
         self.head, self.without_gradient, self.factor = 0, False, 1.0
         if run.method == "plain":  # which leaves out what a run leaves out
             for each in filter(lambda parameter: parameter.requires_grad, self.parameters()):
@@ -120,15 +139,27 @@ class Net(nn.Module):
             parameter.grad = None
 
     def flat(self) -> Tensor:
-        return torch.cat([each.detach().flatten() for each in self.parameters()])
+        """The parameters, and behind them the statistics."""
+        statistics = [each for each in self.buffers() if each.is_floating_point()]
+        return torch.cat([each.detach().flatten() for each in (*self.parameters(), *statistics)])
+
+    @torch.no_grad()
+    def loss_with(self, parameters: Tensor) -> float:
+        """That of all rows, with the parameters of a trace."""
+        nn.utils.vector_to_parameters(parameters, self.parameters())
+        whole = {name: torch.stack([row[name] for row in rows()]) for name in ("inputs", "labels")}
+        return float(self.eval()(**whole)["loss"])
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         if self.training:
             self.trace.append(self.flat())
             self.factor = nan if self.batches in self.run.case.spoilt else 1.0
             self.run.case.before(self, self.batches)
+            if self.run.case.by_number:
+                inputs, labels = self.run.batch(self.batches).values()
             self.batches += 1
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.without_gradient):
+            inputs = self.norm(inputs)
             for layer in self.layers:
                 inputs = inputs + layer(inputs).tanh()
         return {"loss": self.factor * nn.functional.mse_loss(self.heads[self.head](inputs), labels)}
@@ -195,16 +226,28 @@ def meet(net: Net, number: int) -> None:
         net.run.wait(f"at-work-{1 - net.run.worker}")
 
 
-def die_once(net: Net, number: int) -> None:
-    """Worker 1 is killed amid the run, and worker 0 waits until it has come back."""
-    died = net.run.mark("died")
-    if net.run.worker and died.exists():
-        net.run.mark("back").touch()
-    elif net.run.worker and number == 4:
-        died.touch()
+def die(net: Net, number: int) -> None:
+    """The last worker is killed amid the run."""
+    dies = net.run.method != "plain" and net.run.worker == net.run.case.workers - 1
+    if dies and number == DEATH and not net.run.died_at:
+        net.run.mark(f"died-{net.run.worker}").write_text(str(number))
         os.kill(os.getpid(), signal.SIGKILL)
-    elif not net.run.worker and number == 4:
+
+
+def die_and_be_waited_for(net: Net, number: int) -> None:
+    die(net, number)
+    if net.run.died_at:
+        net.run.mark("back").touch()
+    elif not net.run.worker and number == DEATH:
         net.run.wait("back")
+
+
+def kill_server(net: Net, number: int) -> None:
+    """As soon as its last answer is in a snapshot."""
+    if not net.run.worker and number == DEATH and net.run.method != "plain":
+        version = DEATH if net.run.method == "hybrid_async" else DEATH // LOCAL["local_steps"]
+        wait_until(lambda: snapshot_versions(net.run.path)[-1:] == [version], 60)
+        os.kill(int(net.run.mark("server").read_text()), signal.SIGKILL)
 
 
 MISSING = {
@@ -233,12 +276,39 @@ STATE = {
 TOGETHER = {
     "two": Case(meet, workers=2, compared=False),
     "one that joins": Case(meet, joins=True, compared=False),
-    "one that is started again": Case(die_once, workers=2, compared=False),
+    "one that is started again": Case(die_and_be_waited_for, workers=2, compared=False),
     "gone on with by two": Case(meet, workers=2, has_schedule=True, goes_on="saved", compared=False),
 }
-CASES: dict[str, Case] = MISSING | OUTSIDE | STATE | TOGETHER
+NUMBERED = partial(Case, by_number=True)
+BARRIER = partial(NUMBERED, workers=2, methods=("hybrid_async",))
+SOON = {"snapshot_seconds": 1e-3}
+DEATHS = {
+    "its worker is killed": NUMBERED(die),
+    "its server is killed": NUMBERED(kill_server, kills_server=True, options=SOON),
+    "two behind the barrier": BARRIER(options={"barrier": True}),
+    "of two behind the barrier one is killed": BARRIER(die, options={"barrier": True}),
+    "of two behind the barrier the server is killed": BARRIER(
+        kill_server, kills_server=True, options={"barrier": True} | SOON
+    ),
+}
+COMPRESSED = {"compressed": NUMBERED(options={"compress": "int8,pull=int8"})}
+STATISTICS = {
+    f"statistics, {whose}": Case(options={"buffers": whose}, methods=("local_sgd",))
+    for whose in ("own", "average", "worker 0")
+}
+TOGETHER |= {
+    f"{name} of two": replace(case, before=meet, workers=2, compared=False) for name, case in STATISTICS.items()
+}
+CASES: dict[str, Case] = MISSING | OUTSIDE | STATE | STATISTICS | TOGETHER | DEATHS | COMPRESSED
 
 
 def settings(run: Run) -> dict[str, Any]:
     """The method's own options, in the words of PyTorch and DeepSpeed."""
-    return LOCAL if run.method == "local_sgd" else {"updates_per_step": 1}
+    own = {} if "barrier" in run.case.options else {"updates_per_step": 1}
+    return (LOCAL if run.method == "local_sgd" else own) | run.case.options
+
+
+def flags_of(run: Run) -> list[str]:
+    """The same as fairseq's."""
+    given = {f"--{name.replace('_', '-')}": value for name, value in settings(run).items()}
+    return [word for name, value in given.items() for word in ([name] if value is True else [name, str(value)])]
