@@ -11,9 +11,11 @@ from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import has_length
 
 from fairseq_async.algorithms.rule import State
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.server.optimizers.learning_rates import rates_by_step, steps_taken
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
+from fairseq_async.worker.start.process import errors_in_one_line
 
 Plan: TypeAlias = tuple[Any, ...]  # what ``Trainer.set_initial_training_values`` returns
 Worker: TypeAlias = LocalSGDWorker | HybridWorker
@@ -187,10 +189,17 @@ class RunSchedule:
         self._scheduler, self._optimizer, self._worker = scheduler, optimizer, worker
         self._begins_at = getattr(scheduler, "begins_at", 0) if resumed else steps_taken(scheduler)
         self._rates_after = rates_by_step(scheduler, optimizer, total_steps, self._begins_at)
+        self._count = steps_taken(scheduler)
         self.step()
 
+    @errors_in_one_line()
     def step(self) -> None:
-        """Takes the rates for the next step."""
+        """Takes the rates for the next step; where something has stepped the scheduler, the worker ends with a line."""
+        if (now := steps_taken(self._scheduler)) != self._count:
+            raise ConfigurationError(
+                f"the script has moved the {type(self._scheduler).__name__} of the Trainer from step {self._count} to "
+                f"{now}, as in a callback: its rates are those of the run's progress; leave its step() out"
+            )
         self._steps = int(self._worker.run_progress + _ROUNDING)
         self._rates = self._rates_after(self._steps)
         if isinstance(self._worker, LocalSGDWorker):

@@ -36,18 +36,33 @@ CHECKPOINTS = {
     "deepspeed_engine": ".saved",
     "fairseq_train": f"/checkpoint_1_{HALF}.pt",
 }
+TWICE, PER_EPOCH = "a schedule stepped twice", "a schedule stepped per epoch"
 # as the net itself; the Trainer's and fairseq's optimizers have no frozen layer; fairseq's plain run is resumed
-SAME = ("swapped and put back", "a layer unfrozen", "brought", "a schedule stepped twice", *list(STATISTICS)[1:])
+SAME = (
+    "swapped and put back",
+    "a layer unfrozen",
+    "brought",
+    TWICE,
+    PER_EPOCH,
+    *list(STATISTICS)[1:],
+)
 FRONT_ENDS = tuple(CHECKPOINTS)
 UNSEEN = ("another optimizer's step", "steps in backward hooks")
-TWICE = "a schedule stepped twice"
 SAID = {  # in place of what the case says
     **{("fairseq_train", "hybrid_async", case): TAKEN for case in UNSEEN},
     **{("fairseq_train", "local_sgd", case): "" for case in UNSEEN},  # it takes what another optimizer does
     **{("fairseq_train", method, "brought"): "--reset-optimizer" for method in METHODS},  # it is of another optimizer
-    **{("deepspeed_engine", method, TWICE): "has moved the LambdaLR of the engine" for method in METHODS},
+    **{
+        (front_end, method, case): f"has moved the LambdaLR of the {whose}"
+        for front_end, whose in (("deepspeed_engine", "engine"), ("hf_trainer", "Trainer"))
+        for method in METHODS
+        for case in (TWICE, PER_EPOCH)
+    },
+    ("hf_trainer", "hybrid_async", PER_EPOCH): "LambdaLR is stepped less often than the optimizer",
     ("torch_loop", "hybrid_async", TWICE): "LambdaLR is stepped more often than the optimizer",
-    ("torch_loop", "local_sgd", TWICE): "follows the progress of the run",
+    ("torch_loop", "hybrid_async", PER_EPOCH): "LambdaLR is stepped less often than the optimizer",
+    **{("torch_loop", "local_sgd", case): "follows the progress of the run" for case in (TWICE, PER_EPOCH)},
+    ("fairseq_train", "hybrid_async", "a rate set by hand"): "the optimizer's param_groups were changed",
 }
 Of = Callable[..., Any]
 pytestmark = pytest.mark.parametrize("front_end", FRONT_ENDS)

@@ -1,4 +1,4 @@
-"""What a rank that hangs, or a server that dies, costs a job under the ``deepspeed`` launcher."""
+"""What a rank that hangs or is paused costs a job under the ``deepspeed`` launcher."""
 
 import json
 import os
@@ -58,19 +58,6 @@ def test_a_rank_that_hangs_ends_no_others_run(start: Any, tmp_path: Path) -> Non
     wait_until(lambda: (tmp_path / "worker-0-0.json").exists(), 120)
     wait_until(lambda: not Path(f"/proc/{first}").exists() or " Z " in Path(f"/proc/{first}/stat").read_text(), 30)
     assert sum(event["local_steps"] for event in events(run_dir)) >= 2 * 800
-
-
-@pytest.mark.timeout(400)
-def test_a_server_that_is_killed_comes_back_and_the_job_ends_as_it_should(start: Any, tmp_path: Path) -> None:
-    job = start(snapshot_seconds=0.2)
-    run_dir = tmp_path / "run"
-    wait_until(lambda: min(count(run_dir, 0), count(run_dir, 1)) > 30, 300)
-    (server,) = find(run_dir, r"local_sgd_main")
-    os.kill(server, signal.SIGKILL)
-    output, _ = job.communicate(timeout=200)
-    assert job.returncode == 0, output
-    assert "the server was killed by SIGKILL, and was started again from version-" in output
-    assert all((tmp_path / f"worker-{worker}-0.json").exists() for worker in (0, 1))
 
 
 @pytest.mark.timeout(400)

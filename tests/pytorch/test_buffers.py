@@ -136,16 +136,6 @@ def test_the_average_of_statistics_predicts_for_the_data_of_all_workers(
     assert all(least < error < most for error in errors), errors
 
 
-@pytest.mark.parametrize("whose", ["average", "worker 0"])
-def test_a_lone_worker_has_the_statistics_of_the_plain_loop_to_the_bit(workers: Start, whose: str) -> None:
-    net = model()
-    optimizer = SGD(net.parameters(), lr=0.1)
-    for number in range(H * ROUNDS):
-        step(net, optimizer, 0, number)
-    ((_, after, _),) = workers(1, local_sgd_main.build).run(lambda worker: rounds(worker, buffers=whose, outer="sgd"))
-    assert all(torch.equal(after[-1][name], buffer) for name, buffer in net.named_buffers())
-
-
 def test_worker_0_evaluates_with_the_servers_statistics_and_goes_on_with_its_own(
     workers: Start, tmp_path: Path
 ) -> None:

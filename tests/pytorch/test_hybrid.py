@@ -1,6 +1,5 @@
 """``HybridAsync`` round an ordinary optimizer, against plain synchronous training by the mean gradient."""
 
-import copy
 import math
 import threading
 from collections.abc import Callable
@@ -215,34 +214,6 @@ def test_loops_that_end_by_their_own_count_end_together_with_the_finished_model(
     final = run.server.service.run.coordinator.server
     assert torch.equal(first, second) and torch.equal(first, final.parameters)
     assert final.sequences == ({slow: 4, 1 - slow: 0} if local else {slow: 8, 1 - slow: 1})
-
-
-def test_a_saved_state_goes_on_as_if_nothing_had_happened(workers: Start, tmp_path: Path) -> None:
-    """Also the moments, and the position of the schedule, which are in the server."""
-
-    def train(steps: range, state: dict[str, Any] | None) -> tuple[Tensor, dict[str, Any]]:
-        model = model_of()
-        optimizer = AdamW(model.parameters(), lr=0.01)
-        scheduler = CosineAnnealingLR(optimizer, STEPS)
-        options = {"updates_per_step": 1, "total_steps": STEPS, "run_dir": str(tmp_path / "own")}
-        training = HybridAsync(model, optimizer, scheduler=scheduler, **options)
-        if state is not None:
-            training.load_state_dict(state)
-        with training:
-            for step in steps:
-                optimizer.zero_grad()
-                loss_of(model, 0, step).backward()
-                optimizer.step()
-            with training.server_parameters():
-                saved = copy.deepcopy(training.state_dict())
-                assert torch.equal(flat(model), saved["server"]["parameters"])
-        return flat(model), saved
-
-    build = gradient_main.build
-    ((whole, _),) = workers(1, build).run(lambda worker: train(range(STEPS), None))
-    ((_, state),) = workers(1, build).run(lambda worker: train(range(2), None))
-    ((resumed, _),) = workers(1, build).run(lambda worker: train(range(2, STEPS), state))
-    assert torch.equal(whole, resumed)
 
 
 def with_scheduler(model: nn.Module) -> Optimizer:

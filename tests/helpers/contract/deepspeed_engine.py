@@ -56,8 +56,10 @@ def train(net: Net, run: Run) -> None:
             net(**run.batch(net.batches))
             continue
         engine.backward(engine(**run.batch(net.batches))["loss"])
+        if run.case.rate:
+            engine.optimizer.param_groups[0]["lr"] = run.case.rate(net.batches - 1)
         engine.step()
-        for _ in range(run.case.steps_schedule - 1):
+        for _ in range(run.case.steps_schedule(net.batches - 1) if run.case.steps_schedule else 0):
             engine.lr_scheduler.step()
         if run.case.saves and taken == HALF and run.method != "plain":
             engine.save_checkpoint(f"{run.path}.saved", "half")

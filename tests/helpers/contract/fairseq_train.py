@@ -62,6 +62,14 @@ class Task(LegacyFairseqTask):
         return None
 
 
+@register_task("contract_by_hand")
+class TaskByHand(Task):
+    def optimizer_step(self, optimizer: Any, model: Any, update_num: int) -> None:
+        (net,) = _net
+        optimizer.set_lr(net.run.case.rate(net.batches - 1))  # type: ignore[misc]
+        optimizer.step()
+
+
 @register_model("contract")
 class Model(BaseFairseqModel):
     def __init__(self, net: Net) -> None:
@@ -97,6 +105,7 @@ def train(net: Net, run: Run) -> None:
     flags = ["--optimizer", *(["adam"] if run.method == "plain" else [run.method, *flags_of(run)])]
     flags += ["--max-update", run.steps if run.method == "plain" else STEPS, "--save-dir", run.path]
     flags += ["--save-interval-updates", HALF] if run.case.saves else ["--no-save"]
+    flags += ["--task", "contract_by_hand"] * bool(run.case.rate)
     if run.case.has_schedule:
         flags += f"--lr-scheduler polynomial_decay --total-num-update {STEPS + 4}".split()
     if run.case.goes_on or run.case.brings_state:

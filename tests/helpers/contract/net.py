@@ -32,7 +32,9 @@ class Case:
         compared: whether one worker is compared with the plain loop.
         frozen: whether the last layer is, when the run begins.
         goes_on: the case from whose checkpoint, after half of the steps, the run goes on.
-        steps_schedule: how often a loop of the script's own does so in a step.
+        steps_schedule: how often the script steps its scheduler after the step of a number, once by default; beside an
+            engine or a Trainer, which do so too.
+        rate: the one that the script sets by hand before the step of a number.
         joins: whether worker 1 was not announced.
         by_number: each batch is that of its number, whatever the sampler draws; a plain loop has those of all workers.
         options: in the words of PyTorch and DeepSpeed.
@@ -47,7 +49,8 @@ class Case:
     saves: bool = False
     goes_on: str = ""
     has_schedule: bool = False
-    steps_schedule: int = 1
+    steps_schedule: Callable[[int], int] | None = None
+    rate: Callable[[int], float] | None = None
     brings_state: bool = False
     spoilt: tuple[int, ...] = ()  # batches whose loss is NaN
     joins: bool = False
@@ -266,7 +269,9 @@ OUTSIDE = {
     "steps in backward hooks": Case(step_in_backward, "SGD", "SGD"),
 }
 STATE = {
-    "a schedule stepped twice": Case(has_schedule=True, steps_schedule=2),
+    "a schedule stepped twice": Case(has_schedule=True, steps_schedule=lambda number: 2),
+    "a schedule stepped per epoch": Case(has_schedule=True, steps_schedule=lambda number: number % 4 == 3),
+    "a rate set by hand": Case(rate=lambda number: RATE * factor(number), hybrid_async='param_groups[0]["lr"] of the'),
     "saved": Case(has_schedule=True, saves=True),
     "gone on with": Case(has_schedule=True, goes_on="saved", compared=False),
     "brought": Case(has_schedule=True, brings_state=True),

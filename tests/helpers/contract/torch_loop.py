@@ -17,8 +17,11 @@ def train(net: Net, run: Run) -> None:
     def step() -> None:
         optimizer.zero_grad()
         net(**run.batch(net.batches))["loss"].backward()
+        if run.case.rate:
+            optimizer.param_groups[0]["lr"] = run.case.rate(net.batches - 1)
         optimizer.step()
-        for _ in range(run.case.steps_schedule if scheduler else 0):
+        often = run.case.steps_schedule
+        for _ in range((often(net.batches - 1) if often else 1) if scheduler else 0):
             scheduler.step()  # type: ignore[union-attr]
 
     for _ in range(WARM if run.case.brings_state else 0):
@@ -33,7 +36,7 @@ def train(net: Net, run: Run) -> None:
         made: Any = AsyncLocalSGD if run.method == "local_sgd" else HybridAsync
         block = made(net, optimizer, **given)
         block.load_state_dict(torch.load(f"{run.before}.server", weights_only=True) if saved else {})
-    if run.method == "local_sgd" and run.case.steps_schedule == 1:
+    if run.method == "local_sgd" and run.case.steps_schedule is None:
         scheduler = None  # it follows the run by itself
     with block as training:
         taken = 0
