@@ -44,6 +44,7 @@ SAME = (
     "brought",
     TWICE,
     PER_EPOCH,
+    "a rate set by hand",
     *list(STATISTICS)[1:],
 )
 FRONT_ENDS = tuple(CHECKPOINTS)

@@ -9,8 +9,8 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import LambdaLR
 
 import fairseq_async.deepspeed_plugin as deepspeed_async
-from fairseq_async.deepspeed_plugin import world
 from fairseq_async.deepspeed_plugin.engines import synchronous
+from fairseq_async.worker.start import world
 from tests.helpers.commands import free_port
 from tests.helpers.contract.net import BATCH, DECAY, HALF, RATE, STEPS, WARM, Net, Run, factor, settings
 
