@@ -1,15 +1,17 @@
-"""Training that a run does not see ends the worker with one line; what an ordinary script does goes through."""
+"""Training, and changes, that a run does not see end the worker with one line; an ordinary script goes through."""
 
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
 from fairseq_async.server.programs import gradient_main, local_sgd_main
@@ -269,3 +271,87 @@ def test_local_sgd_takes_what_a_wrapper_does(workers: Start, case: str) -> None:
     torch.testing.assert_close(
         ended, loop(plain, WRAPPERS[case](SGD(plain.parameters(), lr=0.1, momentum=0.9))[0].step)
     )
+
+
+def too_late(optimizer: Optimizer) -> None:
+    """Hooks that the script had registered before, before the step and after it, find the gradients in each step."""
+    optimizer.register_step_pre_hook(lambda *of_step: None)
+
+
+def load_new(optimizer: Optimizer) -> None:
+    optimizer.load_state_dict(AdamW(optimizer.param_groups[0]["params"], lr=0.01).state_dict())
+
+
+def read(optimizer: Optimizer) -> None:
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].zero_()
+
+
+def setting(name: str, value: Any) -> Callable[[Optimizer], object]:
+    return lambda optimizer: optimizer.param_groups[0].update({name: value})
+
+
+OF = 'param_groups[0]["{}"] of the optimizer'
+STATE = "the state of the optimizer was loaded or cleared during the run"
+CHANGES: dict[str, tuple[Callable[[Optimizer], object], bool, str]] = {  # and whether there is a scheduler
+    "a rate beside a scheduler": (setting("lr", 0.0), True, OF.format("lr")),
+    "a decay": (setting("weight_decay", 5.0), True, OF.format("weight_decay")),
+    "betas": (setting("betas", (0.5, 0.5)), True, OF.format("betas")),
+    "a rate": (setting("lr", 0.5), False, OF.format("lr") + " was 0.01 and is 0.5 now"),
+    "a hook": (too_late, False, "a hook before optimizer.step() was registered within the block"),
+    "parameters": (setting("params", []), True, "param_groups[0] of the optimizer"),
+    "moments that are read": (read, False, STATE.replace("loaded or cleared", "read")),
+    "moments that are loaded": (load_new, False, STATE),
+    "moments that are cleared": (lambda optimizer: optimizer.state.clear(), False, STATE),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_the_loop_changes_in_the_optimizer_and_the_server_does_not_take_is_one_line(
+    workers: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str], case: str
+) -> None:
+    """The server would go on with what it has."""
+    change, has_schedule, said = CHANGES[case]
+
+    def train(worker: int) -> list[bool]:
+        model = net()
+        optimizer, seen = AdamW(model.parameters(), lr=0.01), list[bool]()
+        for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+            register(lambda *of_step: seen.append(next(model.parameters()).grad is not None))
+        scheduler = CosineAnnealingLR(optimizer, STEPS) if has_schedule else None
+        given = {"scheduler": scheduler, "total_steps": STEPS, "run_dir": str(tmp_path / "own")}
+        with pytest.raises(SystemExit, match="2"), HybridAsync(model, optimizer, **given):
+            for step in range(3):
+                optimizer.zero_grad()
+                backward(model, step)
+                optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
+                assert step < 2
+                if step == 1:
+                    change(optimizer)
+        optimizer.state.clear()  # after the block it is the script's own
+        return seen
+
+    (seen,) = workers(1, gradient_main.build).run(train)
+    assert f"error: {said}" in capfd.readouterr().err and len(seen) >= 4 and all(seen)
+
+
+@pytest.mark.parametrize("of_trainer", [False, True])
+def test_an_optimizer_that_is_saved_without_its_moments_is_named_once(
+    workers: Start, capfd: pytest.CaptureFixture[str], of_trainer: bool
+) -> None:
+    """A checkpoint of the Trainer has the server's state."""
+
+    def train(worker: int) -> None:
+        model = net()
+        optimizer = Adam(model.parameters(), lr=0.01)
+        training = HybridAsync(model, optimizer, updates_per_step=1)
+        training.of_trainer = of_trainer
+        with training:
+            backward(model, 0)
+            optimizer.step()
+            assert not optimizer.state_dict()["state"]
+        assert not optimizer.state_dict()["state"]
+
+    workers(1, gradient_main.build).run(train)
+    assert capfd.readouterr().err.count("warning: Adam.state_dict() has no moments") == (not of_trainer)
