@@ -51,7 +51,7 @@ class LocalSGDOptions(Options):
     buffers: Buffers = "own"
     upstream: str | None = Field(
         None,
-        description="the global server of which this run's server is a worker (HALoS), and its rule: "
+        description="address of a global server, for which this run's server is a worker (HALoS), and its rule: "
         "HOST:PORT,region=1,updates=32,merge=0.25,outer=delayed_nesterov,outer_lr=0.15",
         json_schema_extra={"metavar": "HOST:PORT,..."},
     )
@@ -98,7 +98,7 @@ class AsyncLocalSGDOptions(LocalSGDOptions, FragmentOptions):
     )
     overlap: bool = Field(
         False,
-        description="go on computing while the server's answer is on its way, without a grace period or islands",
+        description="compute while the server's answer is on its way; not with a grace period or islands",
     )
 
     @model_validator(mode="after")

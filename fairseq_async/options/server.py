@@ -42,7 +42,7 @@ class ServerOptions(Options):
         60.0,
         gt=0,
         le=LONGEST,
-        description="seconds without a word after which nobody waits for a worker",
+        description="seconds of a worker's silence after which nobody waits for it",
         json_schema_extra=_SECONDS,
     )
     server_timeout: float = Field(
@@ -56,19 +56,19 @@ class ServerOptions(Options):
         60.0,
         gt=0,
         le=LONGEST,
-        description="seconds between two snapshots, from which a server that dies goes on",
+        description="seconds between two snapshots; a server that dies continues from the last one",
         json_schema_extra=_SECONDS,
     )
     max_update_norm_ratio: float | None = Field(
         None,
         gt=1,
-        description="refuse an update whose norm is more than this many times the running median of its worker's",
+        description="refuse an update whose norm is more than this many times the running median of its worker's norms",
         json_schema_extra=_OFF | {"metavar": "R"},
     )
     server_shards: str = Field(
         "1",
-        description="processes of the server, each with its share of the model's tensors, and addresses of "
-        "fairseq-async shard on other machines, each of which holds one more: 2 or HOST:PORT,… or 2,HOST:PORT,…",
+        description="number of the server's processes, addresses of fairseq-async shard on other machines, or both: 2 "
+        "or HOST:PORT,… or 2,HOST:PORT,…; each holds its share of the model's tensors",
         json_schema_extra={"metavar": "S"},
     )
     server_device: Literal["cpu", "cuda", "auto"] = Field(
