@@ -216,6 +216,25 @@ def test_a_tuning_goes_on_with_as_many_workers_as_it_had_and_begins_with_any(
 
 
 @BOTH
+def test_each_worker_of_a_resumed_run_goes_on_at_its_own_place_in_the_data(
+    trainers: Trainers, tmp_path: Path, method: str
+) -> None:
+    """In the second epoch of one, with the batches that it would have drawn."""
+    workers = [trainers.join(method, worker=number, workers=2) for number in (0, 1)]
+    step(workers[0], 3)
+    step(workers[1], 4)
+    epoch = workers[1].get_train_iterator(2)
+    epoch.load_state_dict({"version": 2, "epoch": 2, "iterations_in_epoch": 0, "shuffle": True})
+    workers[1].batches = epoch.next_epoch_itr()
+    step(workers[1], 2)
+    saved_updates(workers[0], path := tmp_path / "checkpoint.pt")
+    left = [next(each.batches)["id"].tolist() for each in workers]
+    trainers.next_run()
+    again = [trainers.join(method, restore_file=path, worker=number, workers=2) for number in (0, 1)]
+    assert [next(each.batches)["id"].tolist() for each in again] == left
+
+
+@BOTH
 def test_a_run_that_is_finished_before_its_first_whole_step_ends(trainers: Trainers, method: str) -> None:
     """0 is no limit to fairseq."""
     first, second = (trainers.join(method, worker=number, workers=2) for number in (0, 1))

@@ -131,20 +131,6 @@ def test_a_batch_that_is_being_prepared_at_the_end_does_not_abort_the_process(
     assert code == 0, output
 
 
-def test_stopping_and_restoring_behind_the_barrier_changes_no_bit(launch: Launch, tmp_path: Path) -> None:
-    """The stop falls into the middle of the second epoch, with dropout on and Adam's moments warm."""
-    assert launch(2, tmp_path / "straight", "--barrier", "--max-update", 26)[0] == 0
-    assert launch(2, tmp_path / "parts", "--barrier", "--max-update", 17)[0] == 0
-    code, output = launch(2, tmp_path / "parts", "--barrier", "--max-update", 26)
-    assert code == 0, output
-    ends = [tmp_path / name / "checkpoint_last.pt" for name in ("straight", "parts")]
-    assert set(relative_differences(*ends).values()) == {0.0}
-    states = [load(end)["last_optimizer_state"]["server"] for end in ends]
-    assert states[0]["version"] == states[1]["version"] == 26 and states[0]["sequences"] == states[1]["sequences"]
-    moments = [state["rule"]["optimizer"]["state"][0]["exp_avg_sq"] for state in states]
-    assert torch.equal(*moments)
-
-
 def test_restoring_takes_up_a_half_filled_accumulator(alone: Alone, tmp_path: Path) -> None:
     flags, epoch_end = [*OURS, "--updates-per-step", 3, "--max-update", 14], tmp_path / "straight/checkpoint1.pt"
     ended = alone(straight=flags, restored=[*flags, "--restore-file", epoch_end])

@@ -125,19 +125,6 @@ def test_a_table_begins_where_its_scheduler_is() -> None:
             tabulate(scheduler, drawn, STEPS, counted=True)
 
 
-@pytest.mark.parametrize(("often", "said"), [([0, 0, 1], "less often"), ([2, 2, 2], "more often")])
-def test_a_scheduler_that_is_not_stepped_with_its_optimizer_is_noticed(often: list[int], said: str) -> None:
-    drawn = optimizer()
-    scheduler = ExponentialLR(drawn, 0.5)
-    count = StepCount(scheduler, 100)
-    with pytest.raises(ConfigurationError, match=f"ExponentialLR is stepped {said} than the optimizer"):
-        for steps in often * 3:
-            count.before_step()
-            drawn.step()
-            for _ in range(steps):
-                scheduler.step()
-
-
 @pytest.mark.parametrize("of_run", [5, 100])
 @pytest.mark.parametrize("often", [[0, 0, 0], [1, 1, 1], [1, 2, 1]], ids=["never", "once", "a skipped step"])
 def test_a_scheduler_that_is_stepped_with_its_optimizer_or_never_is_right(often: list[int], of_run: int) -> None:
