@@ -260,13 +260,12 @@ class HybridTrainer(AsynchronousTrainer):
         if getattr(self, "_optimizer", None) is not None:
             return  # fairseq builds it anew for a checkpoint, but this one has joined the run already
         arguments = self.session.arguments
-        options = flags.hybrid_options(arguments, self.cfg)
         self._optimizer = HybridAsync(
             arguments,
             self.trainable_parameters(),
             self.session.client,
             loss_scaler(self.cfg) if self.cfg.common.fp16 else None,
-            options.barrier,
+            self.session.spec.full_rounds,
             type(self.task).optimizer_step is not FairseqTask.optimizer_step,
         )
         self._lr_scheduler = RemoteSchedule(None, self._optimizer)
