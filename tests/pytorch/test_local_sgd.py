@@ -90,6 +90,24 @@ def test_a_loop_that_ends_by_its_own_count_sends_the_rest_of_its_round(workers: 
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+def test_a_change_by_hand_after_the_last_step_is_sent_also_while_that_ones_answer_is_on_its_way(
+    workers: Start, overlap: bool
+) -> None:
+    def train(worker: int) -> Tensor:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        with AsyncLocalSGD(model, optimizer, outer="sgd", outer_lr=1.0, local_steps=1, overlap=overlap):
+            model(TARGETS[0]).backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.theta += 5.0
+        return model.theta.detach()
+
+    (ended,) = workers(1, local_sgd_main.build).run(train)
+    torch.testing.assert_close(ended, LR * TARGETS[0] + 5.0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_with_nan_is_no_local_step_also_where_steps_go_on_while_an_answer_is_on_its_way(
     workers: Start, overlap: bool
 ) -> None:

@@ -14,7 +14,7 @@ from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Layout, Receipt, Report, Segment, Status
 from fairseq_async.records.event_log import EventLog
 from fairseq_async.records.settled import Settled
-from fairseq_async.replay.replay import Recording, Replay
+from fairseq_async.replay.replay import Recording, Replay, _pulls_early
 from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Outcome
@@ -89,3 +89,21 @@ def test_of_updates_that_were_applied_together_the_last_alone_has_a_checksum(tmp
     receipts = [Receipt(n, 0, 0, 1.0, Status.APPLIED, n, 1.0, version) for n, version in enumerate((1, 2, 2))]
     found = [recorder.of(Settled(receipt, Report())) for receipt in receipts]
     assert [each.get("checksum") for each in found] == [None, "of the last", None]
+
+
+def event(worker: int, base: int, staleness: int) -> Any:
+    return SimpleNamespace(worker=worker, base_version=base, staleness=staleness, status=Status.APPLIED)
+
+
+def test_rounds_that_have_met_one_version_are_repeated_one_after_the_other() -> None:
+    """A step of four gradients, in rounds of two."""
+    spec, made = sgd_spec(updates_per_step=4, workers=2, barrier=2), [event(number % 2, 0, 0) for number in range(4)]
+    recording = Recording(Path(), spec, LAYOUT, {}, made, cut=False)
+    assert [[each.worker for each in group] for group in recording.rounds()] == [[0, 1], [0, 1]]
+
+
+def test_a_start_is_kept_where_a_worker_took_it_before_its_update_was_settled_and_nowhere_else() -> None:
+    """A copy of it has the size of the model."""
+    assert _pulls_early([event(0, 0, 2), event(0, 1, 1)], 1)
+    assert not _pulls_early([event(0, 0, 2), event(0, 0, 3)], 0), "it goes on from what it has"
+    assert not _pulls_early([event(0, 0, 1), event(0, 1, 1)], 1), "it takes it now"
