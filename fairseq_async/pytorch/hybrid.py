@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -64,6 +65,8 @@ class HybridAsync(AsyncTraining):
                 loss(model, batch()).backward()
                 optimizer.step()
 
+    A model in bf16 is rounded from the server's parameters, which are in fp32: small steps are not lost.
+
     With several optimizers, the step of each sends the gradients of its own parameters alone, and the server steps the
     same optimizer by the mean of such gradients, with its own step count and schedule: a generator and a discriminator
     train as in a plain loop, and so do two optimizers that step after one ``backward``. ``progress`` and
@@ -86,6 +89,7 @@ class HybridAsync(AsyncTraining):
     """
 
     server_module = "fairseq_async.server.programs.gradient_main"
+    types = (torch.float32, torch.bfloat16)
 
     @errors_in_one_line()
     def __init__(

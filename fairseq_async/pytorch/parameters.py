@@ -18,8 +18,13 @@ _HALF = (torch.bfloat16, torch.float16)
 _COMPILED = "_orig_mod."  # before each name in a model that torch.compile has wrapped
 
 
-def exchanged_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[str, Parameter]]:
+def exchanged_parameters(
+    model: nn.Module, optimizers: Sequence[Optimizer], types: Collection[torch.dtype]
+) -> list[tuple[str, Parameter]]:
     """Returns the model's trainable parameters that the optimizers step, with their names, in the model's order.
+
+    Args:
+        types: those that a parameter may have.
 
     Raises:
         ConfigurationError: the optimizers have others, or one parameter twice, or the model cannot be exchanged.
@@ -38,7 +43,7 @@ def exchanged_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> l
     if not named:
         raise ConfigurationError("the optimizer has no parameter of the model that is trained")
     for name, parameter in named:
-        if parameter.dtype is not torch.float32:
+        if parameter.dtype not in types:
             kind = str(parameter.dtype).removeprefix("torch.")
             raise ConfigurationError(f"{name} is {kind}: keep parameters in float32, and compute under torch.autocast")
     return named

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -64,9 +65,11 @@ class AsyncTraining(ABC):
             the run, and checkpoints have the server's state; to be set before the block is entered.
         by_script: whether it is an error that two workers begin with the same batches; likewise.
         total_steps: number of steps of the run, once the block is entered; 0 for no end.
+        types: those that the parameters may have.
     """
 
     server_module: str
+    types: tuple[torch.dtype, ...] = (torch.float32,)
 
     def __init__(
         self, model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | Sequence[Optimizer], server: ServerOptions
@@ -78,7 +81,7 @@ class AsyncTraining(ABC):
         self._model = unwrapped(given)
         check_optimizers(self.optimizers)
         self._server_options, self._run_dir = server, Path(server.run_dir)
-        self._named = exchanged_parameters(self._model, self.optimizers)
+        self._named = exchanged_parameters(self._model, self.optimizers, self.types)
         self._exchanged = {id(parameter) for _, parameter in self._named}
         self.loss: float | Tensor | None = None
         self.of_trainer, self.by_script, self.total_steps = False, False, 0
