@@ -56,7 +56,7 @@ from fairseq_async.method.global_server import local_sgd_server
 from fairseq_async.method.methods import MethodOptions
 from fairseq_async.method.spec import JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.options.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, Section
-from fairseq_async.pytorch.parameters import check_memory, untrained_checksum
+from fairseq_async.pytorch.parameters import check_memory, note_untrained
 from fairseq_async.worker.buffers import with_buffers
 from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.hybrid import HybridWorker
@@ -325,7 +325,7 @@ def _make_worker_engine(
         check_whole_model(made[0])
         engine = _change_class(made[0], LocalEngine)
     async_worker = _make_worker(client, engine, options, context)
-    async_worker.details.untrained = untrained_checksum(engine.module, {id(each) for _, each in trainable(engine)})
+    note_untrained(async_worker, engine.module, {id(each) for _, each in trainable(engine)})
     description = _describe(options, section, context, sizes, inner)
     engine.set_up(async_worker, description, context, Path(section.run_dir))
     atexit.register(leave_at_exit, client, engine, server)

@@ -183,12 +183,13 @@ def _adapter(found: Source) -> Tensors:
         ConfigurationError: there are several adapters, parts are missing, or PEFT has another form of file for them.
     """
     names = {name: _PART.search(unwrapped(name)) for name in found.tensors}
+    names = {name: part for name, part in names.items() if part is not None or name not in found.untrained}
     adapters = {part["adapter"] for part in names.values() if part is not None}
     odd = min((name for name, part in names.items() if part is None), default=None)
     if odd is not None or len(adapters) != 1:
         why = f"{odd} is of no LoRA or IA3" if odd is not None else f"there are the adapters {', '.join(adapters)}"
         raise ConfigurationError(f"{found.directory}: {why}: let worker 0 call save_pretrained, {_OTHERWISE}")
-    tensors = {_in_file(name): tensor for name, tensor in found.tensors.items()}
+    tensors = {_in_file(name): found.tensors[name] for name in names}
     saved = found.directory / _ADAPTER
     if saved.is_file():
         whole = load_tensors(saved)

@@ -35,12 +35,14 @@ class Source:
         directory: the directory in which the configuration of the model may lie.
         fairseq: fairseq's checkpoint without its parameters; empty where there is none.
         whole: the names of the tensors of worker 0's own model, where that was saved beside the server's state.
+        untrained: the names of those among ``tensors`` that the server does not have.
     """
 
     tensors: Tensors
     directory: Path
     fairseq: State = field(default_factory=dict)
     whole: Collection[str] = ()
+    untrained: Collection[str] = ()
 
 
 def read(source: Path) -> Source:
@@ -59,7 +61,8 @@ def read(source: Path) -> Source:
         if (directory / _SERVER_STATE).is_file():
             found = _with_server_parameters(_load(directory / _SERVER_STATE), directory / _SERVER_STATE)
             # the Trainer of transformers writes the configuration beside DeepSpeed's directory of the tag
-            return replace(found, directory=source) if (source / "config.json").is_file() else found
+            beside = any((source / name).is_file() for name in ("config.json", "adapter_config.json"))
+            return replace(found, directory=source) if beside else found
     if (source / _FAIRSEQ_LAST).is_file():
         return _read_file(source / _FAIRSEQ_LAST)
     if not source.exists():
@@ -135,8 +138,9 @@ def _server_version(checkpoint: State) -> int:
 
 
 def _with_server_parameters(state: State, path: Path) -> Source:
-    whole = _beside(path.parent)
-    return Source(_completed(_server_parameters(state, path), whole), path.parent, whole=whole.keys())
+    whole, trained = _beside(path.parent), _server_parameters(state, path)
+    tensors = _completed(trained, whole)  # the trained ones, maybe under other names, come first
+    return Source(tensors, path.parent, whole=whole.keys(), untrained=list(tensors)[len(trained) :])
 
 
 def _server_parameters(state: State, path: Path) -> Tensors:

@@ -38,6 +38,7 @@ class Hello:
         remote: whether tensors follow the messages on this connection; otherwise they go through shared memory.
         untrained: checksum of the model's parameters that are not trained, which every worker has by itself; empty
             where there are none, or the worker's front end does not say.
+        buffers: checksum of the model's buffers that training does not change; empty where there are none to compare.
         any_length: whether the run's number of steps is worker 0's where this worker has counted another.
         by_script: whether the script divides the data among the workers itself, so that none may have another's.
         gpu: name of the model's GPU, on which this worker can share memory; empty where there is none.
@@ -47,6 +48,7 @@ class Hello:
     layout: Layout
     remote: bool
     untrained: str = ""
+    buffers: str = ""
     any_length: bool = False
     by_script: bool = False
     gpu: str = ""

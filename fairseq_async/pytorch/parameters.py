@@ -1,19 +1,24 @@
 """The parameters and gradients of a model and its optimizer that are exchanged."""
 
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.optim import Optimizer
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.server.optimizers.torch_optimizer import check_of_model
+from fairseq_async.worker.async_worker import AsyncWorker
 
+_NORMALISATIONS = (_NormBase, _SpectralNorm)
 _HALF = (torch.bfloat16, torch.float16)
 _COMPILED = "_orig_mod."  # before each name in a model that torch.compile has wrapped
 
@@ -62,7 +67,7 @@ def check_memory(model: nn.Module) -> None:
                 f"{name} is a DTensor, of which each rank has a part: use DistributedDataParallel, or DeepSpeed's ZeRO "
                 "with local_sgd"
             )
-        if torch.nn.parameter.is_lazy(each):
+        if is_lazy(each):
             raise ConfigurationError(f"{name} is lazy and has no shape yet: compute one batch with the model before")
         if each.is_meta:
             raise ConfigurationError(f"{name} is on meta and has no values: call to_empty() and load them before")
@@ -164,20 +169,49 @@ def check_exchanged(model: nn.Module, optimizers: Sequence[Optimizer], exchanged
             )
 
 
-def untrained_checksum(model: nn.Module, exchanged: Collection[int]) -> str:
-    """Returns the CRC-32 of a model's parameters that are not exchanged, such as frozen layers; empty if it has none.
+def note_untrained(worker: AsyncWorker, model: nn.Module, exchanged: Collection[int], restored: bool = False) -> None:
+    """Notes checksums of what every worker makes or loads by itself, for the server to compare when the worker joins.
 
-    Every worker makes or loads these by itself. What ZeRO 3 has divided is left out.
+    They are of the parameters that are not exchanged, such as frozen layers, with the scales of bitsandbytes'
+    quantised ones, and of the buffers that the model saves. Left out are what ZeRO 3 has divided, and buffers that
+    training changes: those of normalisations, single values such as counts, and all where the run goes on.
+
+    Args:
+        exchanged: the ``id`` of each parameter that is exchanged.
+        restored: whether this worker brings the state of an earlier run.
     """
-    others = [each for each in model.parameters() if id(each) not in exchanged and not hasattr(each, "ds_id")]
-    return f"{crc_of(others):08x}" if others else ""
+    frozen = [each for each in model.parameters() if id(each) not in exchanged and not hasattr(each, "ds_id")]
+    worker.details.untrained = f"{crc_of(chain(frozen, _scales(model, exchanged))):08x}" if frozen else ""
+    own = {segment.name for segment in worker.replica.layout.segments if segment.is_buffer}
+    buffers = [] if restored else [buffer for name, buffer in _fixed_buffers(model) if name not in own]
+    worker.details.buffers = f"{crc_of(buffers):08x}" if buffers else ""
+
+
+def _fixed_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            saved = name not in module._non_persistent_buffers_set and not (buffer.is_meta or is_lazy(buffer))
+            if saved and buffer.numel() > 1 and not isinstance(module, _NORMALISATIONS):
+                yield f"{prefix}.{name}".lstrip(".").replace(_COMPILED, ""), buffer
+
+
+def _scales(model: nn.Module, exchanged: Collection[int]) -> Iterator[Tensor]:
+    """Yields what bitsandbytes saves of its modules: their parameters, and scales that are neither these nor buffers."""
+    for module in model.modules():
+        if type(module).__module__.startswith("bitsandbytes"):
+            saved = module.state_dict(keep_vars=True).values()
+            yield from (each for each in saved if isinstance(each, Tensor) and id(each) not in exchanged)
 
 
 def crc_of(tensors: Iterable[Tensor]) -> int:
     """Returns the CRC-32 of the tensors' values, in their order."""
     crc = 0
     for each in tensors:
-        crc = zlib.crc32(each.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, crc)
+        if hasattr(each, "__tensor_flatten__"):  # of several tensors, as torchao's quantised ones
+            crc = zlib.crc32(b"%08x" % crc_of(getattr(each, name) for name in each.__tensor_flatten__()[0]), crc)
+        else:
+            data = each.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+            crc = zlib.crc32(data, crc)
     return crc
 
 

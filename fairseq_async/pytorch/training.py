@@ -26,8 +26,8 @@ from fairseq_async.pytorch.parameters import (
     check_ranks,
     drop_gradients,
     exchanged_parameters,
+    note_untrained,
     one_model,
-    untrained_checksum,
     unwrapped,
 )
 from fairseq_async.pytorch.steps import watch_steps
@@ -172,7 +172,7 @@ class AsyncTraining(ABC):
             self._context, self.server_module, self._server_options, self._run_dir, device
         )
         worker = self._make_worker(self._client)
-        worker.details.untrained = untrained_checksum(self._model, self._exchanged)
+        note_untrained(worker, self._model, self._exchanged, restored=self._restored is not None)
         worker.details.any_length, worker.details.by_script = self.of_trainer, self.by_script
         self._made_loop, spec = WorkerLoop(worker, self._context), self.describe(self.workers)
         brings = self._context.rank == 0

@@ -62,6 +62,8 @@ class Run:
         self.from_checkpoint = False
         self.moments: str | None = None
         self._untrained: str | None = None  # of the first worker that has said hello
+        self._buffers = ""  # of the first worker that has some
+        self._checked = set[str]()  # workers; one that is started again may have buffers of a checkpoint
         self._first_batches = FirstBatches(tell, spec.workers)
 
     @property
@@ -100,11 +102,18 @@ class Run:
                 f"{name} has other values than the others in parameters that are not trained: no worker gets these "
                 "from the server; load them, or make the model with the same torch.manual_seed, in every worker"
             )
+        self._buffers = self._buffers or hello.buffers
+        if hello.buffers not in ("", self._buffers) and name not in self._checked:
+            raise RefusedError(
+                f"{name} has other values than the others in buffers that the model saves, which no worker gets from the "
+                "server: load the same model in every worker, or make it with the same torch.manual_seed"
+            )
         if hello.by_script != self._first_batches.must_differ:
             raise RefusedError(
                 f"{name} {'reads' if hello.by_script else 'does not read'} callback.workers before training, unlike "
                 "others, and a script that reads it divides the data itself: read it in every worker, or in none"
             )
+        self._checked.add(name)
 
     def begin(
         self, build: Build, parameters: Tensor, state: State | None, source: str, membership: Membership, time: float

@@ -170,6 +170,22 @@ def test_what_is_frozen_in_an_adapter_comes_from_the_checkpoint(tmp_path: Path) 
     assert torch.equal(found[f"{ATTENTION}.lora_B.weight"], trained)
 
 
+def test_an_adapter_is_found_in_a_checkpoint_of_deepspeed_with_a_base_in_it(tmp_path: Path) -> None:
+    """The Trainer writes the adapter's configuration beside DeepSpeed's directory, in whose file the base may be."""
+    tensors = lora()
+    run = save(tmp_path, tensors.items(), adapter_config={})
+    (run / "global_step3").mkdir()
+    next((run / "snapshots").iterdir()).rename(run / "global_step3" / "async_server.pt")
+    base = {"base_model.model.lm_head.weight": torch.ones(16, 8)}
+    old = {name: torch.zeros_like(value) for name, value in tensors.items()}
+    torch.save({"module": old | base}, run / "global_step3" / "mp_rank_00_model_states.pt")
+    (run / "latest").write_text("global_step3")
+    export(run, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {name.replace(".weight", ".default.weight") for name in found} == tensors.keys()
+    assert all(torch.equal(found[name.replace(".default", "")], value) for name, value in tensors.items())
+
+
 OTHER_ADAPTERS: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
     "no configuration": (lora(), {"config": {}}, "there is no adapter_config.json, and the tensors are an adapter's"),
     "several": (lora() | lora("second"), {"adapter_config": {}}, "there are the adapters"),

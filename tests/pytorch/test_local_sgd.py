@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fairseq_async.pytorch import AsyncLocalSGD
 from fairseq_async.server.programs import local_sgd_main
@@ -288,28 +289,66 @@ def test_a_parameter_that_is_added_later_on_is_one_line(
     assert f"{name} has a gradient and is not exchanged" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("equal", [True, False])
-def test_frozen_layers_that_differ_between_workers_are_one_line(
-    workers: Start, capsys: pytest.CaptureFixture[str], equal: bool
+class Quantised(nn.Linear):
+    """As bitsandbytes has it: what it saves has scales beside the codes, in no parameter and no buffer."""
+
+    __module__ = "bitsandbytes.nn.modules"
+    scale = 0.5
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}SCB"] = torch.full((2,), self.scale)
+
+
+class Based(nn.Sequential):
+    """A layer behind a frozen base, of which one value is another: that in ``differs``."""
+
+    def __init__(self, differs: str, value: float) -> None:
+        linear, norm = Quantised(2, 2).requires_grad_(False), nn.BatchNorm1d(2).requires_grad_(False)
+        super().__init__(linear, norm, nn.Linear(2, 1))
+        for tensor, kept in ((linear.weight, "weight"), (linear.bias, "bias")):
+            tensor.fill_(value if differs == kept else 0.5)
+        linear.scale = value if differs == "scales" else 0.5
+        if differs == "tensor of two":
+            two = TwoTensor(torch.ones(2, 2), torch.full((2, 2), value))
+            linear.weight = nn.Parameter(two, requires_grad=False)
+        for kept, size in (("codes", 4), ("cache", 4), ("count", 1)):
+            own = torch.full((size,), value if differs == kept else 0.5)
+            self.register_buffer(kept, own, persistent=kept != "cache")
+        norm.running_mean.fill_(value if differs == "statistics" else 0.5)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("differs", "refused"),
+    [
+        ("nothing", ""),
+        ("weight", "parameters that are not trained"),
+        ("scales", "parameters that are not trained"),
+        ("tensor of two", "parameters that are not trained"),
+        ("codes", "buffers that the model saves"),
+        *[(each, "") for each in ("statistics", "count", "cache")],
+    ],
+)
+def test_a_base_that_differs_between_workers_is_one_line(
+    workers: Start, capsys: pytest.CaptureFixture[str], differs: str, refused: str
 ) -> None:
-    """They are not exchanged: the workers would train one layer behind different ones."""
+    """It is not exchanged: the workers would train one layer behind different ones."""
 
     def train(worker: int) -> bool:
-        model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
-        model[0].weight.fill_(0.5 if equal else worker)  # the bias behind it is equal
-        model[0].bias.zero_()
-        optimizer = SGD(model[1].parameters(), lr=LR)
+        model = Based(differs, value=float(worker))
+        optimizer = SGD(model[2].parameters(), lr=LR)
         try:
             with AsyncLocalSGD(model, optimizer, total_steps=1, local_steps=1) as run:
                 while not run.finished:
-                    model(torch.ones(1, 2)).sum().backward()
+                    model[2](torch.ones(1, 2)).sum().backward()
                     optimizer.step()
         except SystemExit:
             return False
         return True
 
-    assert workers(2, local_sgd_main.build).run(train) == [True, equal]
-    assert ("other values than the others in parameters that are not trained" in capsys.readouterr().err) != equal
+    assert sorted(workers(2, local_sgd_main.build).run(train)) == [not refused, True]
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert len(errors) == bool(refused) and all(f"other values than the others in {refused}" in line for line in errors)
 
 
 def test_a_closure_is_refused(workers: Start, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,7 @@ from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.slots import Slots
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.server_connection import JoinDetails
 from scripts.faults.sgd_server import build, sgd_spec
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers import in_process
@@ -77,6 +78,19 @@ def test_a_worker_that_died_in_the_middle_of_a_write_costs_that_update_and_comes
     again = Client(server.address, server.token, 1)
     welcome = again.join(LAYOUT, METHOD)
     assert welcome.sequence == 1 and welcome.position == {"epoch": 1, "seen": 0}
+
+
+def test_a_worker_that_is_started_again_may_have_the_buffers_of_a_later_checkpoint(server: ThreadServer) -> None:
+    """As a model's whose buffers move with the training, and which its script loads. At its first start it may not."""
+    joined = [Client(server.address, server.token, worker) for worker in (0, 1)]
+    joined[0].join(LAYOUT, METHOD, JoinDetails(buffers="at the start"))
+    joined[0].initialise(None)
+    with pytest.raises(RefusedError, match="worker 1 has other values than the others in buffers that the model saves"):
+        joined[1].join(LAYOUT, METHOD, JoinDetails(buffers="later"))
+    for buffers in ("at the start", "later"):
+        joined[1].connection.channel.close()
+        joined[1] = Client(server.address, server.token, 1)
+        assert joined[1].join(LAYOUT, METHOD, JoinDetails(buffers=buffers)).initialised
 
 
 def test_the_whole_state_comes_back_from_a_snapshot(server: ThreadServer, tmp_path: Path) -> None:

@@ -166,9 +166,8 @@ class Client:
         self.receiver = ParameterReceiver(spec, layout)
         if spec.server.hosts:
             self.connection.lines = ShardLines(self.connection.endpoint, self.worker, spec, layout)
-        hello = protocol.Hello(
-            spec, layout, self.memory.remote, details.untrained, details.any_length, details.by_script, details.gpu
-        )
+        told = {name: value for name, value in vars(details).items() if name != "moments"}
+        hello = protocol.Hello(spec, layout, self.memory.remote, **told)
         find_slot = partial(self._find_slot, layout.size)
         try:
             welcome = self.connection.join(hello, find_slot)

@@ -17,6 +17,7 @@ class JoinDetails:
 
     Attributes:
         untrained: checksum of the model's parameters that are not trained; empty where there are none.
+        buffers: checksum of its buffers that training does not change; likewise.
         moments: checksum of the moments that its optimizers have from steps before the run; empty where they have none.
         any_length: whether the run's number of steps is worker 0's, if this worker's is another.
         by_script: whether the script divides the data, and the same first batch of two workers is an error.
@@ -24,6 +25,7 @@ class JoinDetails:
     """
 
     untrained: str = ""
+    buffers: str = ""
     moments: str = ""
     any_length: bool = False
     by_script: bool = False
