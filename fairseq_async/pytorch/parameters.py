@@ -196,7 +196,7 @@ def _fixed_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _scales(model: nn.Module, exchanged: Collection[int]) -> Iterator[Tensor]:
-    """Yields what bitsandbytes saves of its modules: their parameters, and scales that are neither these nor buffers."""
+    """Yields what bitsandbytes saves of its modules: scales too, which are neither parameters nor buffers."""
     for module in model.modules():
         if type(module).__module__.startswith("bitsandbytes"):
             saved = module.state_dict(keep_vars=True).values()

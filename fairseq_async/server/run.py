@@ -105,8 +105,8 @@ class Run:
         self._buffers = self._buffers or hello.buffers
         if hello.buffers not in ("", self._buffers) and name not in self._checked:
             raise RefusedError(
-                f"{name} has other values than the others in buffers that the model saves, which no worker gets from the "
-                "server: load the same model in every worker, or make it with the same torch.manual_seed"
+                f"{name} has other values than the others in buffers that the model saves, which no worker gets from "
+                "the server: load the same model in every worker, or make it with the same torch.manual_seed"
             )
         if hello.by_script != self._first_batches.must_differ:
             raise RefusedError(

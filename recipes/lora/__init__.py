@@ -1,0 +1,1 @@
+"""Fine-tuning of adapters (PEFT) by workers that exchange the adapter alone."""
