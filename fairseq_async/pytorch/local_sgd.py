@@ -91,6 +91,8 @@ class AsyncLocalSGD(AsyncTraining):
     @property
     def progress(self) -> float:
         """Mean local steps of a worker in the run so far, as the server had them at this worker's last exchange."""
+        for rates in self._own_rates.values():
+            rates.asked = True
         return self.async_worker.total_progress
 
     def describe(self, workers: int) -> MethodSpec:
@@ -145,7 +147,7 @@ class AsyncLocalSGD(AsyncTraining):
         if schedule := self._schedules.get(id(optimizer)):
             schedule.check()
         elif self.workers > 1 and self.options.total_steps and not self.of_trainer:
-            self._own_rates[id(optimizer)].check(self.progress)
+            self._own_rates[id(optimizer)].check(self.async_worker.total_progress)
 
 
 def _own(named: list[tuple[str, Parameter]], optimizer: Optimizer) -> list[tuple[str, Parameter]]:

@@ -157,17 +157,20 @@ def prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> LocalEngine:
     return engine
 
 
-@pytest.mark.parametrize("kind", ["a scheduler", "the loop", "the engine"])
+@pytest.mark.parametrize("kind", ["a scheduler", "the loop", "a metric", "the engine"])
 def test_a_schedule_of_a_workers_own_steps_is_one_line(capsys: pytest.CaptureFixture[str], kind: str) -> None:
     model = nn.Linear(2, 1)
     optimizer = SGD(model.parameters(), lr=0.1)
     engine = cast(Any, prepared(model, optimizer))
     engine._own_rates, engine.async_worker.total_progress = OwnRates(optimizer, "give one"), 0.0
     engine._check_followed()
-    optimizer.param_groups[0]["lr"], engine.async_worker.total_progress = 0.2, 1.0  # by the run's progress
+    engine.async_worker.total_progress = 1.0
+    optimizer.param_groups[0]["lr"] = 0.2 * engine.progress
     engine._check_followed()
     if kind == "the loop":
         optimizer.param_groups[0]["lr"] = 0.3
+    elif kind == "a metric":  # looked at after an exchange
+        optimizer.param_groups[0]["lr"], engine.async_worker.total_progress = 0.3, 2.0
     else:
         scheduler = LambdaLR(optimizer, lambda step: 1.0)
         engine.lr_scheduler = scheduler if kind == "the engine" else None

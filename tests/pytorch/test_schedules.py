@@ -128,6 +128,16 @@ def plateau(optimizer: Optimizer) -> Callable[[int], object]:
     return lambda step: scheduler.step(1.0)
 
 
+def by_a_metric(optimizer: Optimizer) -> Callable[[int], object]:
+    """Of a class of the script's own, which is no scheduler of torch; it looks after each exchange."""
+
+    def step(number: int) -> None:
+        if number % 3 == 2:
+            optimizer.param_groups[0]["lr"] *= 0.5
+
+    return step
+
+
 def by_the_loop(optimizer: Optimizer) -> Callable[[int], object]:
     return lambda step: optimizer.param_groups[0].update(lr=0.1 / (1 + step))
 
@@ -135,6 +145,7 @@ def by_the_loop(optimizer: Optimizer) -> Callable[[int], object]:
 OWN_SCHEDULES: dict[str, tuple[Callable[[Optimizer], Callable[[int], object]], int]] = {  # and the last step
     "a scheduler": (lambda optimizer: (each := CosineAnnealingLR(optimizer, STEPS)) and (lambda _: each.step()), 0),
     "a plateau": (plateau, 1),
+    "a rate of a metric": (by_a_metric, 2),
     "a rate of the loop": (by_the_loop, 1),
 }
 

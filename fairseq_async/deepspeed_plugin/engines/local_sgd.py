@@ -81,7 +81,14 @@ class LocalEngine(AsyncEngine):
         """Checks as :meth:`AsyncEngine._check_followed`, and that no schedule counts this worker's own steps."""
         super()._check_followed()
         if self._own_rates is not None:
-            self._own_rates.check(self.progress)
+            self._own_rates.check(self.async_worker.total_progress)
+
+    @property
+    def progress(self) -> float:
+        """See :attr:`AsyncEngine.progress`; a loop may set its learning rate by it."""
+        if self._own_rates is not None:
+            self._own_rates.asked = True
+        return super().progress
 
     def _set_learning_rates(self) -> None:
         super()._set_learning_rates()
