@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fairseq_async.errors import ConfigurationError, fail
+from fairseq_async.worker.changes import OtherModels
 from fairseq_async.worker.start import world
 
 # A torch optimizer, or one of DeepSpeed's wrappers of it. The wrappers have neither type hints nor a base class that
@@ -220,14 +221,16 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape"))  # noqa: B009 - torch's type hints do not know DeepSpeed's attribute
 
 
-def refuse_other_steps(engine: _Engine, is_expected: Callable[[_Engine], bool]) -> None:
+def refuse_other_steps(engine: _Engine, workers: int, is_expected: Callable[[_Engine], bool]) -> None:
     """From now on, ends the process with one line where the script itself steps the optimizer within DeepSpeed's
-    wrappers, or another optimizer that has parameters of the engine's model: the run would not see the step.
+    wrappers, or another optimizer that has parameters of the engine's model: the run would not see the step. An
+    optimizer of other parameters is named in a warning where there are several workers.
 
     Args:
         is_expected: whether a step that is about to be taken is the engine's own.
     """
     named = {id(each): name for name, each in engine.module.named_parameters() if each.requires_grad}
+    others = OtherModels(workers, "give the engine one module that has these, too")
     reference = weakref.ref(engine)  # with the engine its parameters go, and others may get their ids
 
     def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -241,6 +244,7 @@ def refuse_other_steps(engine: _Engine, is_expected: Callable[[_Engine], bool]) 
                 f"the script trains {what}{type(optimizer).__name__}, and the run sees the steps of engine.step() "
                 "alone: call engine.step() instead"
             )
+        others.count(optimizer)
 
     register_optimizer_step_pre_hook(check)
 

@@ -70,7 +70,7 @@ class Division:
             self._was_read |= self._making  # by the Trainer's own loader, of which a subclass makes another
             return original(trainer)
         read_before = self._was_read  # the data set may have been divided by them
-        with self._as_one_of(trainer, *place), _common_seed(trainer.args.seed):
+        with self._as_one_of(trainer, *place), _common_seed(trainer.args.seed, place[0]):
             loader = original(trainer)
             has_length(loader)  # a sampler may ask for the numbers here
         if self._find(trainer) is None:  # the data was divided by the worker's number meanwhile
@@ -108,12 +108,13 @@ def _draws_all(loader: Any, data: Any) -> bool:
 
 
 @contextmanager
-def _common_seed(seed: int) -> Iterator[None]:
-    """Within this context, torch's generator is that of all workers, from which a sampler may draw its seed.
+def _common_seed(seed: int, ranks: int) -> Iterator[None]:
+    """Within this context, torch's generator is that of all ranks, from which a sampler may draw its seed.
 
-    The ``Trainer`` has seeded it; where it still is as it was then, as it is under torchrun, it is used itself.
+    The ``Trainer`` has seeded it; where it still is as it was then, as it is under torchrun, it is used itself, and so
+    is that of a single rank.
     """
-    if torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(seed).get_state()):
+    if ranks == 1 or torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(seed).get_state()):
         yield
         return
     with torch.random.fork_rng(devices=[]):

@@ -10,20 +10,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.worker.changes import ParameterWatch
+from fairseq_async.worker.changes import OtherModels, ParameterWatch
 from fairseq_async.worker.start.process import errors_in_one_line
 from fairseq_async.worker.start.server_process import say
 
 _STEPS_OF_COPY = 3  # in a row; fewer may be those of a network of the same shapes that belongs to no run
 
 
-def watch_steps(optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Parameter]]) -> list[RemovableHandle]:
+def watch_steps(
+    optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Parameter]], workers: int
+) -> list[RemovableHandle]:
     """Ends the process with one line at the first sign of training that the run does not see.
 
     Returns:
         The handles of the hooks, to be removed at the end of the block.
     """
-    before_step = OtherOptimizers(optimizers, named)
+    before_step = OtherOptimizers(optimizers, named, workers)
     handles = [register_optimizer_step_pre_hook(before_step)]
     handles += [each.register_step_post_hook(before_step.after) for each in optimizers]
     unseen = UnseenTraining(named, before_step)
@@ -35,13 +37,15 @@ class OtherOptimizers:
 
     A step inside the step of one of the run's own optimizers is that optimizer's: a wrapper, such as SAM's, calls
     another one. Several steps of parameters that have the run's shapes, with none of the run's optimizers between them,
-    are named in a warning: they may be of a copy that the script trains in the model's place.
+    are named in a warning: they may be of a copy that the script trains in the model's place. So are steps of other
+    parameters where there are several workers.
 
     Attributes:
         stepped: whether an optimizer of the run has stepped.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Parameter]]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Parameter]], workers: int) -> None:
+        self._others = OtherModels(workers, "give the run their model and optimizer too (several in a list)")
         self._own = {id(each) for each in optimizers}
         self._names = {id(parameter): name for name, parameter in named}
         self._shapes = [_shapes(each) for each in optimizers]
@@ -56,6 +60,7 @@ class OtherOptimizers:
         if self._within is not None:
             return
         if not names:
+            self._others.count(optimizer)
             return self._warn_of_copy(optimizer)
         if id(optimizer) in self._own:
             self._within, self.stepped, self._of_copy = optimizer, True, 0

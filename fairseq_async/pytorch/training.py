@@ -92,6 +92,8 @@ class AsyncTraining(ABC):
         self._handles: list[RemovableHandle] = []
         self._made_loop: WorkerLoop | None = None
         self._warned = False
+        for each in self.optimizers:
+            each.register_step_pre_hook(_refuse_early)
 
     @property
     def worker(self) -> int:
@@ -143,12 +145,13 @@ class AsyncTraining(ABC):
 
     @errors_in_one_line()
     def __enter__(self: _Self) -> _Self:
+        _allow_steps(self.optimizers)
         try:
             self._join()
         except BaseException:
             self.abandon()
             raise
-        self._handles = [*self._add_hooks(), *watch_steps(self.optimizers, self._named)]
+        self._handles = [*self._add_hooks(), *watch_steps(self.optimizers, self._named, self.workers)]
         self._handles += note_calls(self._model, self.async_worker.batches)
         self.loop.begin_step()
         return self
@@ -339,6 +342,21 @@ def _refuse_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         "leave() has ended this worker's part of the run, and the loop goes on: its steps would train a copy of the "
         "model that is this worker's own; end the loop first"
     )
+
+
+@errors_in_one_line()
+def _refuse_early(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    raise ConfigurationError(
+        f"{type(optimizer).__name__} was given to a run whose with block was not entered, and steps: each process "
+        "would train by itself; train within the block, as in: with AsyncLocalSGD(...) as worker"
+    )
+
+
+def _allow_steps(optimizers: Sequence[Optimizer]) -> None:
+    """Takes back :func:`_refuse_early`, also that of a run that was made before with these optimizers."""
+    for each in optimizers:
+        for key in [key for key, hook in each._optimizer_step_pre_hooks.items() if hook is _refuse_early]:
+            del each._optimizer_step_pre_hooks[key]
 
 
 def _note_run() -> None:

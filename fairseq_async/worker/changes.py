@@ -1,13 +1,19 @@
 """Notices parameters that were changed by something else than the run."""
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+
+from fairseq_async.worker.start.server_process import say
 
 _WIDTH = 127  # words of 8 bytes in a row: rows are summed at the memory's speed, and only their sums are weighted
 _PASSES_OF_A_STEP = 4  # at most: of SAM, and of several losses
 _SAMPLED = 8  # parameters
+_STEPS_OF_OTHERS = 3  # of one optimizer; fewer may be those of a model that is used once
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -122,6 +128,33 @@ class LoopWatch:
         """Returns the name of a parameter that has changed within passes without a step of the run; None if there is
         none."""
         return self._watch.changed()
+
+
+class OtherModels:
+    """Names in a warning an optimizer that trains, beside the run, what no worker exchanges: each would have its own.
+
+    Args:
+        workers: number of workers; with one of them nothing is wrong.
+        remedy: says how the run gets these parameters, too.
+    """
+
+    def __init__(self, workers: int, remedy: str) -> None:
+        self._alone, self._remedy = workers == 1, remedy
+        self._thread = threading.get_ident()  # a server's optimizer may step in another one of this process
+        self._steps = Counter[int]()  # by the optimizer's id
+        self._said = False
+
+    def count(self, optimizer: Optimizer) -> None:
+        """Counts a step of an optimizer that has no parameter of the run."""
+        if self._alone or self._said or threading.get_ident() != self._thread:
+            return
+        self._steps[id(optimizer)] += 1
+        if self._steps[id(optimizer)] == _STEPS_OF_OTHERS:
+            self._said = True
+            say(
+                f"warning: {type(optimizer).__name__} steps parameters that are in no exchange, so that each worker "
+                f"trains its own: {self._remedy}"
+            )
 
 
 def _by_parameter(fingerprints: dict[torch.device, Tensor], named: Sequence[tuple[str, Tensor]]) -> list[int | None]:

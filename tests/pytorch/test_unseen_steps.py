@@ -159,11 +159,34 @@ def test_two_workers_that_begin_with_the_same_batches_are_named(
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_a_step_outside_of_a_block_that_was_forgotten_is_one_line(
+    workers: Start, capfd: pytest.CaptureFixture[str], method: str
+) -> None:
+    """And not a step in the block of another run with the same optimizer."""
+    make, build = METHODS[method]
+
+    def train(worker: int) -> bool:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        make(model, optimizer)
+        with pytest.raises(SystemExit, match="2"):
+            optimizer.step()
+        with make(model, optimizer) as training:
+            for number in range(STEPS):
+                backward(model, number)
+                optimizer.step()
+            return training.finished
+
+    assert workers(1, build).run(train) == [True]
+    assert "error: SGD was given to a run whose with block was not entered, and steps" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_a_copy_that_is_trained_in_the_models_place_is_named(
     workers: Start, capfd: pytest.CaptureFixture[str], method: str, in_turn: bool
 ) -> None:
-    """But not a network of the same shapes that is trained beside it."""
+    """A network that is trained beside it is named where there are several workers, which each have their own."""
     make, build = METHODS[method]
 
     def train(worker: int) -> None:
@@ -178,10 +201,11 @@ def test_a_copy_that_is_trained_in_the_models_place_is_named(
                     backward(trained, number)
                     of_it.step()
 
-    workers(1, build).run(train)
-    assert capfd.readouterr().err.count("warning: SGD steps parameters of the same shapes as the run's") == (
-        not in_turn
-    )
+    count = 1 + in_turn
+    workers(count, build).run(train)
+    said = capfd.readouterr().err
+    assert said.count("warning: SGD steps parameters of the same shapes as the run's") == (not in_turn)
+    assert said.count("warning: SGD steps parameters that are in no exchange") == (count if in_turn else 0)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -86,7 +86,7 @@ class AsyncEngine(DeepSpeedEngine):
         self._loop_watch = LoopWatch(partial(tensors.watched, self), [each for _, each in self._trained])
         self._followed = FollowedSchedule(self.lr_scheduler, self.optimizer)
         self._takes_step = False  # whether the engine itself is in a step of its optimizer
-        refuse_other_steps(self, lambda engine: engine._takes_step or engine.finished)
+        refuse_other_steps(self, self.workers, lambda engine: engine._takes_step or engine.finished)
 
     @property
     def finished(self) -> bool:

@@ -57,7 +57,7 @@ class SynchronousEngine(DeepSpeedEngine):
         self.workers = dist.get_world_size()
         self.context = WorkerContext(self.worker, self.workers)
         self._takes_step = False  # whether the engine itself is in a step of its optimizer
-        refuse_other_steps(self, lambda engine: engine._takes_step or engine.finished)
+        refuse_other_steps(self, self.workers, lambda engine: engine._takes_step or engine.finished)
         check_overflow_always(self.optimizer)
         self._check_equal()
 

@@ -63,4 +63,6 @@ def train(net: Net, run: Run) -> None:
         own["optimizers"] = (optimizer, schedule)
     data: Any = run.rows()
     arguments = TrainingArguments(f"{run.path}.out-{run.worker}", **given)
-    Trainer(net, arguments, train_dataset=data, **own).train(before)
+    trainer = Trainer(net, arguments, train_dataset=data, **own)
+    torch.manual_seed(7)  # a script's own, by which the Trainer shuffles
+    trainer.train(before)
