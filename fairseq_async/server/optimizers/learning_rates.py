@@ -289,8 +289,8 @@ class OwnRates:
         if (changed and not by_progress) or hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
             raise ConfigurationError(
                 f"a scheduler, or the loop, sets the learning rate of {type(self._optimizer).__name__} by this "
-                "worker's own steps, but a fast worker takes more steps than the run has, and a slow one fewer, or by "
-                f"its own metric: {self._remedy}"
+                "worker's own steps or metric, but a fast worker takes more steps than the run has, and a slow one "
+                f"fewer: {self._remedy}"
             )
         self._before, self.asked = (progress, rates), False
 
