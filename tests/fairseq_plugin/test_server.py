@@ -244,7 +244,7 @@ def test_a_schedule_of_the_users_own_is_named_with_those_that_the_server_has(mon
 def test_an_optimizer_that_does_more_than_its_torch_optimizers_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a plug-in: the server would leave out what its step() does beside."""
     monkeypatch.setattr(FairseqAdam, "step", lambda self, closure=None, scale=1.0, groups=None: None)
-    with pytest.raises(ConfigurationError, match="--inner-optimizer adam.*its step.. is its own; .*local_sgd"):
+    with pytest.raises(ConfigurationError, match="--inner-optimizer adam.*it has a step.. of its own: .*local_sgd"):
         build(spec_of(monkeypatch, "--inner-optimizer", "adam"), *ONE_TENSOR)
 
 
