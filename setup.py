@@ -20,6 +20,7 @@ TLS = ["cryptography>=42"]
 # An extra, because only those need it who have a cluster of Ray; it is tested with 2.60.
 RAY = ["ray>=2.40,<3"]
 RECIPES = [*FAIRSEQ, *HUGGINGFACE, "sentencepiece>=0.2", "sacrebleu>=2.4", "tensorboard>=2.16", "datasets>=4"]
+RECIPES += ["peft>=0.17"]
 DEV = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"]
 DEV += ["ruff==0.17.5", "mypy==2.4.1", "build>=1.2"]
 

@@ -90,6 +90,12 @@ def steps_taken(schedule: Schedule | None) -> int:
     return learning_rates.steps_taken(schedule)
 
 
+def show_rates(schedule: Schedule | None, optimizer: DeepSpeedOptimizer) -> None:
+    """Lets a schedule of torch's, which a table stands for, answer ``get_last_lr`` with the rates that are there."""
+    if schedule is not None and hasattr(schedule, "_last_lr"):
+        schedule._last_lr = present_rates(optimizer)
+
+
 class FollowedSchedule:
     """An engine's schedule, which follows the run from where it was when the run began, as after an ordinary run.
 
@@ -132,6 +138,7 @@ class FollowedSchedule:
         steps = whole_steps(progress)
         if self._table is not None:
             self._table.follow(steps)
+            show_rates(self.schedule, self._optimizer)
         elif steps:
             set_schedule(self.schedule, self.begins_at + steps)
         self.note()

@@ -112,6 +112,8 @@ def main() -> None:
     )
     tokens = tokens_of(args.text, args.base)
     border = len(tokens) * 9 // 10
+    if len(tokens) - border < args.length:
+        raise SystemExit(f"--text {args.text}: its last tenth is shorter than a sample: give a longer one, or --length")
     torch.manual_seed(args.seed)
     trainer = Trainer(
         model=make_model(args),

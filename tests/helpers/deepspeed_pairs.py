@@ -147,7 +147,7 @@ def train(name: str, out: Path, worker: int | None) -> None:
             engine.save_checkpoint(str(out / name))
         engine.backward(nn.functional.mse_loss(engine(inputs[part].to(kind)).float(), targets[part]))
         engine.step()
-        rates.append(engine.get_lr())
+        rates.append([*engine.get_lr(), *engine.lr_scheduler.get_last_lr()])
         applied.append(engine.was_step_applied())
     for _ in range(0 if worker is None else 2):  # steps past the end
         engine.backward(engine(inputs.to(kind)).sum())

@@ -14,7 +14,7 @@ from fairseq_async.deepspeed_plugin.compat import count_step, is_raised_by_optim
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
 from fairseq_async.deepspeed_plugin.engines.tensors import trainable
-from fairseq_async.deepspeed_plugin.schedules import NamedSchedule
+from fairseq_async.deepspeed_plugin.schedules import NamedSchedule, show_rates
 from fairseq_async.deepspeed_plugin.server_description import SCHEDULER, count_steps_as_torch, described
 from fairseq_async.errors import fail
 from fairseq_async.method.spec import MethodSpec
@@ -201,4 +201,5 @@ class HybridEngine(AsyncEngine):
     def _set_learning_rates(self) -> None:
         """Sets the learning rates as the server sets those of its optimizer."""
         self._schedule.follow(whole_steps(self.async_worker.progress))
+        show_rates(self.lr_scheduler, self.optimizer)
         self._followed.note()
