@@ -152,6 +152,7 @@ NOT_RUN = {  # beginnings of commands, and why; where a test has the same, its n
     "python recipes/multi30k_en_de/run.py --data": "the same; --data is given to it here",
     "bash scripts/c4_demo.sh --data": "the command without it makes a text and gives it by --data",
     "deepspeed --num_gpus 4 recipes/hf_trainer/": "GPUs; the page has the same command for CPUs",
+    "FAIRSEQ_ASYNC_PLUGINS=my_optimizers.py": "a user's file; tests/pytorch/test_brought_state.py writes one",
     "fairseq-async launch --workers 2 -- python recipes/lora/": "a base model; tests/recipes/test_lora.py makes one",
     "deepspeed --num_gpus 2 recipes/lora/": "the same",
     "python scripts/bench/": "minutes to hours of measurement; tests/test_quick_commands_of_documents.py parses them",

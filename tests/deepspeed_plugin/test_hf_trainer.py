@@ -137,7 +137,9 @@ def test_the_trainer_follows_the_run_whichever_worker_is_slow(
     slow, fast = (workers[slowdown.split(",").index(factor)] for factor in ("6", "1"))
     if not stops:  # after ten steps the worker that started first may be ahead
         assert len(fast["drawn"]) > 2 * len(slow["drawn"])
-        assert [each["step"] for each in workers] == [each["progress"] for each in workers] == [steps, steps]
+        assert [each["step"] for each in workers] == [steps, steps]
+        ends = {each["progress"] for each in workers}  # of hybrid, the last of its steps may begin amid a whole one
+        assert len(ends) == 1 and steps <= min(ends) < steps + 1
     else:
         assert 10 <= workers[0]["step"] < steps
     saved = tmp_path / "trainer" / f"checkpoint-{workers[0]['step']}"

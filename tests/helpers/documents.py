@@ -16,6 +16,7 @@ ALL = sorted(
         "recipes/c4_lm",
         "recipes/cluster",
         "recipes/hf_trainer",
+        "recipes/lora",
         "recipes/multi30k_en_de",
         "recipes/paper",
         "recipes/rules",
