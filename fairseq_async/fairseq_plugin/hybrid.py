@@ -339,6 +339,8 @@ class HybridTrainer(AsynchronousTrainer):
         applied = self._applied_updates()
         super().set_num_updates(int(applied))
         self._num_updates = applied
+        if 0 < self.cfg.optimization.max_update <= applied and not self.worker.finished:
+            self.worker.pull()  # fairseq's loop ends here, and the parameters that it has may be ahead of the server's
 
     @property
     def _updates(self) -> int:
