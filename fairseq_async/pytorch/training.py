@@ -326,6 +326,8 @@ def enter_island(size: int) -> None:
             ...
     """
     spell_options(as_argument)
+    if not (isinstance(size, int) and size >= 1):
+        raise ConfigurationError(f"enter_island({size!r}): give the number of a worker's ranks, 1 or more")
     if entered_world() is None:
         check_not_started("call enter_island before init_process_group")
     enter_world(size)

@@ -64,6 +64,7 @@ def test_a_world_of_all_ranks_is_refused_and_so_is_a_model_that_waits_for_them(
     model = DistributedDataParallel(net())
     made: list[tuple[Callable[[], Any], str]] = [
         (lambda: enter_island(2), "call enter_island before init_process_group"),
+        (lambda: enter_island(0), "enter_island(0): give the number of a worker's ranks"),
         (lambda: HybridAsync(model, torch.optim.SGD(model.parameters())), "ranks wait for each other: unwrap it; or"),
     ]
     for make, message in made:
