@@ -1,7 +1,7 @@
 """Compares hybrid's steps with synchronous SGD: last loss, virtual time, and time to the synchronous run's last loss.
 
-The learning rate is the same for all: the best of a grid for the synchronous run, by the mean of all seeds. Every
-method computes the same number of gradients; where that has a bound, the last method goes on to twice as many, to see
+The learning rate is the same for all: the best of a grid for the synchronous run, by the mean of all seeds; with
+`--own-rates`, each method has the best of the grid for itself in each cluster. Every method computes the same number of gradients; where that has a bound, the last method goes on to twice as many, to see
 when it reaches the synchronous run's last loss. The parameters of a synchronous run do not depend on the machines'
 speed, so it is trained once per seed.
 """
@@ -94,6 +94,13 @@ class Bench:
         found = self._done[self._key((method, cluster, seed, lr))]
         return replace(found, seconds=self._seconds(method, cluster, seed)) if method.name == SYNCHRONOUS else found
 
+    def best(
+        self, method: Method, cluster: str, seeds: Sequence[int], rates: Sequence[float]
+    ) -> tuple[float, list[Outcome]]:
+        """Returns the best of these learning rates, and the results of all seeds at it."""
+        grid = {rate: [self.outcome(method, cluster, seed, rate) for seed in seeds] for rate in rates}
+        return min(grid.items(), key=lambda rate_and_found: mean_perplexity(rate_and_found[1]))
+
     def _key(self, wanted: Wanted) -> str:
         method, cluster, seed, lr = wanted
         where = self.experiment.clusters[cluster].workers if method.name == SYNCHRONOUS else cluster
@@ -161,15 +168,16 @@ def perplexities(outcomes: Sequence[Outcome]) -> str:
     return f"{fmean(found):.1f} ± {error:.1f}"
 
 
-def rows(bench: Bench, cluster: str, seeds: Sequence[int], lr: float) -> Iterator[dict[str, object]]:
-    """Yields a row for each method; the synchronous method comes first."""
+def rows(bench: Bench, cluster: str, seeds: Sequence[int], rates: Sequence[float]) -> Iterator[dict[str, object]]:
+    """Yields a row for each method, at the best of these rates; the synchronous method comes first."""
     reference: list[Outcome] = []
     for method in bench.experiment.methods:
-        found = [bench.outcome(method, cluster, seed, lr) for seed in seeds]
+        lr, found = bench.best(method, cluster, seeds, rates)
         reference = reference or found
         speedups = [s.seconds / each.time_to(s.loss) for s, each in zip(reference, found, strict=True)]
         yield {
             "method": method.name,
+            "rate": f"{lr:g}",
             "loss": fmean(each.loss for each in found),
             "perplexity": perplexities(found),
             "over synchronous": mean_perplexity(found) / mean_perplexity(reference),
@@ -202,9 +210,10 @@ def main(
     rates: Annotated[str, typer.Option(help="The grid of learning rates.")] = "0.0005,0.001,0.002,0.004",
     processes: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     cache: Annotated[Path | None, typer.Option(help="What was run, to go on from.")] = None,
+    own_rates: Annotated[bool, typer.Option("--own-rates", help="Each method at its own best rate.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="For what is printed.")] = None,
 ) -> None:
-    """Print, for each cluster, what each method comes to at the synchronous run's best learning rate."""
+    """Print, for each cluster, what each method comes to at the synchronous run's best learning rate, or at its own."""
     report = Report(f"hybrid's steps, {path.name}")
     try:
         bench = Bench(experiments.read(path), cache or Path("runs/hybrid_steps") / f"{path.stem}.jsonl")
@@ -213,17 +222,20 @@ def main(
     (synchronous, *others), clusters = bench.experiment.methods, list(bench.experiment.clusters)
     numbers, tried = range(1, seeds + 1), [float(rate) for rate in rates.split(",")]
     bench.run_missing([(synchronous, clusters[0], seed, rate) for seed in numbers for rate in tried], processes)
-    grid = {rate: [bench.outcome(synchronous, clusters[0], seed, rate) for seed in numbers] for rate in tried}
-    best = min(grid, key=lambda rate: mean_perplexity(grid[rate]))
-    wanted = [(method, cluster, seed, best) for seed in numbers for cluster in clusters for method in others]
+    best, _ = bench.best(synchronous, clusters[0], numbers, tried)
+    theirs = tried if own_rates else [best]
+    wanted = [(m, cluster, seed, rate) for seed in numbers for rate in theirs for cluster in clusters for m in others]
     bench.run_missing(wanted, processes)
-    report.table(
-        "the synchronous run's learning rate",
-        [{"rate": f"{rate:g}", "perplexity": perplexities(found)} for rate, found in grid.items()],
-    )
+    for method in bench.experiment.methods if own_rates else [synchronous]:
+        for cluster in clusters if method is not synchronous else clusters[:1]:
+            grid = {rate: [bench.outcome(method, cluster, seed, rate) for seed in numbers] for rate in tried}
+            report.table(
+                f"learning rates of {method.name}, {cluster}",
+                [{"rate": f"{rate:g}", "perplexity": perplexities(found)} for rate, found in grid.items()],
+            )
     for cluster in clusters:
-        found = list(rows(bench, cluster, numbers, best))
-        report.table(f"{cluster} (learning rate {best:g})", found)
+        found = list(rows(bench, cluster, numbers, theirs))
+        report.table(cluster, found)
         check(report, cluster, found[-1])
     report.end(json_file)
 
