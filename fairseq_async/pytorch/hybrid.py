@@ -108,7 +108,7 @@ class HybridAsync(AsyncTraining):
         schedulers = one_for_each(optimizers, scheduler)
         steps = self.options.total_steps
         self._parts = [
-            _Part(each, its, self._named, steps, float(clip_norm))
+            _OptimizerPart(each, its, self._named, steps, float(clip_norm))
             for each, its in zip(optimizers, schedulers, strict=True)
         ]
         if len(self._parts) > 1:
@@ -116,7 +116,7 @@ class HybridAsync(AsyncTraining):
         self._check_rates()
         self._passes = BackwardPasses() if self.options.micro_batches > 1 else None
         self._hybrid: HybridWorker | None = None
-        self._ended: list[_Part] = []  # the optimizers with a step after the end of the run
+        self._ended: list[_OptimizerPart] = []  # the optimizers with a step after the end of the run
 
     @property
     def async_worker(self) -> HybridWorker:
@@ -248,7 +248,7 @@ class HybridAsync(AsyncTraining):
             raise ConfigurationError(f"micro_batches is {options.micro_batches}: {several}, leave it out")
 
 
-class _Part:
+class _OptimizerPart:
     """One optimizer of the run, with its scheduler.
 
     Args:

@@ -7,7 +7,7 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError, option
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Welcome
-from fairseq_async.worker.batches import FirstBatches
+from fairseq_async.worker.batches import BatchDigest
 from fairseq_async.worker.changes import ParameterWatch
 from fairseq_async.worker.connection.server_connection import JoinDetails, ServerConnection
 from fairseq_async.worker.replica import Replica
@@ -87,7 +87,7 @@ class AsyncWorker:
         self.joined = self.finished = False
         self.version = self.sequence = self.done = 0
         self.look_ahead = 0.0
-        self.batches = FirstBatches()
+        self.batches = BatchDigest()
         self.last: dict[str, float] = {}
         self.details = JoinDetails()
         self._watched, self._watch = replica, ParameterWatch(replica.named)

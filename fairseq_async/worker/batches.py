@@ -13,7 +13,7 @@ _FEWEST, _MOST = 2, 8  # batches in a digest; one may be the same by chance, whe
 _NOTHING = hashlib.blake2b(digest_size=8).digest()
 
 
-class FirstBatches:
+class BatchDigest:
     """Makes one digest of what a model is called with before the first report that comes after two such calls.
 
     Data whose rows are all equal shows nothing, and has no digest.
@@ -58,7 +58,7 @@ class FirstBatches:
 class _Calls:
     """Hooks round the calls of a model's modules, which note what the outermost one is given."""
 
-    def __init__(self, model: nn.Module, batches: FirstBatches) -> None:
+    def __init__(self, model: nn.Module, batches: BatchDigest) -> None:
         self._batches = batches
         self._outermost: nn.Module | None = None
         self.handles = list[RemovableHandle]()
@@ -86,7 +86,7 @@ class _Calls:
                 handle.remove()
 
 
-def note_calls(model: nn.Module, batches: FirstBatches) -> list[RemovableHandle]:
+def note_calls(model: nn.Module, batches: BatchDigest) -> list[RemovableHandle]:
     """Notes the batches with which a model, or a module of it, is called to compute gradients.
 
     Returns:

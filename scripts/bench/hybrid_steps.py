@@ -1,9 +1,10 @@
 """Compares hybrid's steps with synchronous SGD: last loss, virtual time, and time to the synchronous run's last loss.
 
 The learning rate is the same for all: the best of a grid for the synchronous run, by the mean of all seeds; with
-`--own-rates`, each method has the best of the grid for itself in each cluster. Every method computes the same number of gradients; where that has a bound, the last method goes on to twice as many, to see
-when it reaches the synchronous run's last loss. The parameters of a synchronous run do not depend on the machines'
-speed, so it is trained once per seed.
+`--own-rates`, each method has the best of the grid for itself in each cluster. Every method computes the same number of
+gradients; where that has a bound, the last method goes on to twice as many, to see when it reaches the synchronous
+run's last loss. The parameters of a synchronous run do not depend on the machines' speed, so it is trained once per
+seed.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from fairseq_async.deepspeed_plugin.data import DataShare, ShardedLoader, length
 from fairseq_async.deepspeed_plugin.initialize import _Arguments
 from fairseq_async.deepspeed_plugin.loading import Loading, loading_of
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.worker.batches import FirstBatches
+from fairseq_async.worker.batches import BatchDigest
 from fairseq_async.worker.shards import ShardOrder
 from tests.helpers.stand_ins import Numbers, Position
 
@@ -96,7 +96,7 @@ def test_a_digest_tells_batches_apart_whatever_holds_their_tensors() -> None:
     """Of two batches at least; rows that are all equal show nothing."""
 
     def digest_of(*batches: object) -> str | None:
-        first = FirstBatches()
+        first = BatchDigest()
         for batch in batches:
             first.note(batch)
         return first.take()

@@ -18,7 +18,7 @@ from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.server.optimizers.learning_rates import OwnRates, present_rates, tabulate
-from fairseq_async.worker.batches import FirstBatches
+from fairseq_async.worker.batches import BatchDigest
 from fairseq_async.worker.start.context import WorkerContext
 
 STEPS = 6
@@ -152,7 +152,7 @@ def prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> LocalEngine:
     engine.module, engine.optimizer, engine.basic_optimizer, engine.lr_scheduler = model, optimizer, optimizer, None
     cast(Any, engine).zero_optimization_partition_weights = lambda: False
     refusals, context = SimpleNamespace(limit=3), WorkerContext()
-    worker = SimpleNamespace(refusals=refusals, finished=False, joined=True, batches=FirstBatches())
+    worker = SimpleNamespace(refusals=refusals, finished=False, joined=True, batches=BatchDigest())
     AsyncEngine.set_up(engine, cast(Any, worker), cast(Any, None), cast(Any, context), Path("run"))
     return engine
 

@@ -20,7 +20,7 @@ from fairseq_async.protocol import Layout, Push
 
 
 @dataclass(frozen=True)
-class _Part:
+class _CodecPart:
     """The codec and the residual of one fragment.
 
     Attributes:
@@ -76,18 +76,18 @@ class Compressor:
         self, options: compression.CodecOptions, spec: MethodSpec, layout: Layout, worker: int, feedback: bool = True
     ) -> None:
         self._codec = options.model_dump()
-        self._parts: list[_Part] = []
+        self._parts: list[_CodecPart] = []
         for fragment in layout.fragments(spec.fragments):
             codec, sizes = compression.build(options), tuple(s.size for s in layout.segments[fragment.tensors])
             has_feedback = codec.biased and feedback
-            self._parts.append(_Part(codec, sizes, ErrorFeedback(codec, sizes) if has_feedback else None))
+            self._parts.append(_CodecPart(codec, sizes, ErrorFeedback(codec, sizes) if has_feedback else None))
         self._worker, self._prefix = worker, f"{spec.options.get('seed', 0)}/{worker}/"
         self._sequence = 0  # number of the next update
         self._settling: Future[None] | None = None
         self._second_thread = ThreadPoolExecutor(1, thread_name_prefix="residual")  # the thread starts at its first use
 
     @property
-    def _part(self) -> _Part:
+    def _part(self) -> _CodecPart:
         """The part of the update that is being sent, or, between two updates, of the next one."""
         return in_turn(self._parts, self._sequence)
 
