@@ -148,7 +148,7 @@ class AsynchronousTrainer(Trainer, ABC):
             ConfigurationError: a parameter is trained that is not exchanged.
         """
         for module in (self.model, self.criterion):
-            check_exchanged(module, [], self._exchanged)
+            check_exchanged(module, self._exchanged, "make it before training begins")
         norm: Tensor = super().clip_grad_norm(clip_norm)
         return norm
 

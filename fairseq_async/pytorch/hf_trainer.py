@@ -1,6 +1,5 @@
 """A callback that makes the ``Trainer`` of transformers a worker of an asynchronous run, without DeepSpeed."""
 
-import atexit
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -122,7 +121,6 @@ class AsyncCallback(TrainerCallback):
         self._training.by_script = self._divides or _divisions[0].by_script
         if state.global_step:
             self._restore(self._training, Path(self._resumed_from or _checkpoint(args, state)) / STATE)
-        atexit.register(self._training.abandon)  # for a Trainer that fails
         self._training.__enter__()
         if self._trainer.model_wrapped is not kwargs["model"]:  # compiled, so that no hook in it is called
             note_calls(self._trainer.model_wrapped, self._worker_side().batches)

@@ -196,11 +196,11 @@ class HybridAsync(AsyncTraining):
         if next(reversed(optimizer._optimizer_step_pre_hooks.values())) != self._exchange:
             raise ConfigurationError(
                 "a hook before optimizer.step() was registered within the block, and would find no gradients: they are "
-                "sent before it; register it before the with block"
+                "sent before it; register it before the run begins"
             )
         (part,) = (part for part in self._parts if part.optimizer is optimizer)
         if not is_skipped_by_scaler(optimizer):
-            part.before_step()
+            part.before_step(self.of_trainer)
         if self.finished:
             if len(self._parts) > 1 and part not in self._ended:  # the run may end between the steps of a turn
                 self._ended.append(part)
@@ -320,20 +320,24 @@ class _OptimizerPart:
             parameter.grad = gradient
         self._taken = []
 
-    def before_step(self) -> None:
-        """Checks what :meth:`check_rates` does, that the scheduler is stepped as often as the optimizer, and that its
-        state is as it was."""
+    def before_step(self, of_trainer: bool) -> None:
+        """Checks what :meth:`check_rates` does, that the optimizer's state is as it was, and that the loop steps the
+        scheduler as often as the optimizer; a ``Trainer`` does not step it, and looks itself."""
         self.state.check(self.optimizer)
         if self._count is not None:
-            self._count.before_step()
-            if self._count.early:
-                say(
-                    f"warning: {type(self._scheduler).__name__} was stepped before the first optimizer.step(): the "
-                    "server steps at the rates that it has without that; step it after optimizer.step()"
-                )
+            if not of_trainer:
+                self._check_count(self._count)
             if not self._count.ended:
                 check_table(self._scheduler, self._began, self.inner.learning_rates)
         self.check_rates()
+
+    def _check_count(self, count: StepCount) -> None:
+        count.before_step()
+        if count.early:
+            say(
+                f"warning: {type(self._scheduler).__name__} was stepped before the first optimizer.step(): the server "
+                "steps at the rates that it has without that; step it after optimizer.step()"
+            )
 
     def check_rates(self) -> None:
         """Checks that nothing but a scheduler that the server knows sets the learning rates, or other options.

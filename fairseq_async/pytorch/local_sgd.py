@@ -14,9 +14,8 @@ from fairseq_async.method.spec import MethodSpec, local_sgd_spec
 from fairseq_async.options.config import LocalSGDOptions
 from fairseq_async.pytorch.options import parse_options
 from fairseq_async.pytorch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
-from fairseq_async.pytorch.schedules import Given, ProgressSchedule, one_for_each
+from fairseq_async.pytorch.schedules import Given, OwnRates, ProgressSchedule, one_for_each
 from fairseq_async.pytorch.training import AsyncTraining
-from fairseq_async.server.optimizers.learning_rates import OwnRates
 from fairseq_async.worker.buffers import exchanged_buffers, with_buffers
 from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.local_sgd import LocalSGDWorker

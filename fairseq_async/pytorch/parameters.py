@@ -146,13 +146,16 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
             )
 
 
-def check_exchanged(model: nn.Module, optimizers: Sequence[Optimizer], exchanged: Collection[int]) -> None:
+def check_exchanged(
+    model: nn.Module, exchanged: Collection[int], remedy: str, optimizers: Sequence[Optimizer] = ()
+) -> None:
     """Checks that no parameter has a gradient that the run does not exchange. Each worker would train its own copy.
     A gradient that was left in a frozen parameter of the model is none.
 
     Args:
-        optimizers: those that the script has made; none where the model's parameters are all that is trained.
         exchanged: the ``id`` of each parameter that is exchanged.
+        remedy: says how such a parameter becomes one of them.
+        optimizers: those that the script has made; none where the model's parameters are all that is trained.
 
     Raises:
         ConfigurationError: a parameter of the model or of an optimizer has one.
@@ -161,7 +164,6 @@ def check_exchanged(model: nn.Module, optimizers: Sequence[Optimizer], exchanged
     for parameter in chain((each for each in model.parameters() if each.requires_grad), *groups):
         if parameter.grad is not None and id(parameter) not in exchanged:
             name = next((name for name, each in model.named_parameters() if each is parameter), "")
-            remedy = "give its optimizer too (several in a list)" if optimizers else "make it before training begins"
             raise ConfigurationError(
                 f"{name or f'a parameter of shape {tuple(parameter.shape)}'} has a gradient and is not exchanged: it "
                 f"was in no optimizer of the run, frozen, or not there when the run began; {remedy}, or freeze it with "

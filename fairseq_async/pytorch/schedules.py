@@ -1,4 +1,4 @@
-"""The schedulers that a script gives with its optimizers, and a schedule that follows the progress of a run."""
+"""Schedules of a worker's own optimizer: one that follows the progress of the run, and a watch for any other."""
 
 from collections.abc import Sequence
 
@@ -9,6 +9,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.pytorch.training import listed
 from fairseq_async.server.optimizers.learning_rates import RateTable, check_table, present_rates, steps_taken, tabulate
 from fairseq_async.server.plan import whole_steps
+from fairseq_async.worker.start.server_process import say
 
 Given = LRScheduler | Sequence[LRScheduler | None] | None
 
@@ -66,3 +67,49 @@ class ProgressSchedule:
                 "sets the learning rate too: leave scheduler.step() out of the loop"
             )
         check_table(self._scheduler, self._taken, self._table.rates)
+
+
+class OwnRates:
+    """Watches the rates of an optimizer that steps on its worker and has no schedule which follows the run.
+
+    A loop may set them by the run's progress, as it is told; a schedule of a worker's own steps is a mistake: a fast
+    worker takes more than the run has, and a slow one fewer. So is one of a metric, which each worker has of its own.
+
+    Args:
+        remedy: says how the user gives a schedule that follows the run.
+
+    Attributes:
+        asked: whether the loop has read the run's progress since the last check.
+    """
+
+    def __init__(self, optimizer: Optimizer, remedy: str) -> None:
+        self._optimizer, self._remedy = optimizer, remedy
+        self._warned = False
+        self._before: tuple[float, list[float]] | None = None
+        self.asked = False
+
+    def check(self, progress: float) -> None:
+        """Checks, before a step, that no scheduler counts the worker's steps, and that the rates are those of the step
+        before where the progress is, or where the loop has not asked for it. The first other ones are named in a
+        warning, as the loop may have asked for its log.
+
+        Raises:
+            ConfigurationError: it does, or they are not.
+        """
+        rates, before = present_rates(self._optimizer), self._before
+        by_progress = self.asked and before is not None and progress != before[0]
+        changed = before is not None and rates != before[1]
+        if (changed and not by_progress) or hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
+            raise ConfigurationError(
+                f"a scheduler, or the loop, sets the learning rate of {type(self._optimizer).__name__} by this "
+                "worker's own steps or metric, but a fast worker takes more steps than the run has, and a slow one "
+                f"fewer: {self._remedy}"
+            )
+        if changed and not self._warned:
+            self._warned = True
+            say(
+                f"warning: the loop changes the learning rate of {type(self._optimizer).__name__}, which is right if "
+                "the rate follows from the run's progress alone: one of this worker's own steps or metric differs "
+                f"from the other workers'; then {self._remedy}"
+            )
+        self._before, self.asked = (progress, rates), False

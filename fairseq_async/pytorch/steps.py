@@ -18,14 +18,17 @@ _STEPS_OF_COPY = 3  # in a row; fewer may be those of a network of the same shap
 
 
 def watch_steps(
-    optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Parameter]], workers: int
+    optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Parameter]], workers: int, of_trainer: bool
 ) -> list[RemovableHandle]:
     """Ends the process with one line at the first sign of training that the run does not see.
+
+    Args:
+        of_trainer: whether a ``Trainer`` has made the run, and not the script.
 
     Returns:
         The handles of the hooks, to be removed at the end of the block.
     """
-    before_step = OtherOptimizers(optimizers, named, workers)
+    before_step = OtherOptimizers(optimizers, named, workers, of_trainer)
     handles = [register_optimizer_step_pre_hook(before_step)]
     handles += [each.register_step_post_hook(before_step.after) for each in optimizers]
     unseen = UnseenTraining(named, before_step)
@@ -44,8 +47,13 @@ class OtherOptimizers:
         stepped: whether an optimizer of the run has stepped.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Parameter]], workers: int) -> None:
-        self._others = OtherModels(workers, "give the run their model and optimizer too (several in a list)")
+    def __init__(
+        self, optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Parameter]], workers: int, of_trainer: bool
+    ) -> None:
+        too = "make them part of the Trainer's model" if of_trainer else "give the run their model and optimizer too"
+        self._others = OtherModels(workers, too if of_trainer else f"{too} (several in a list)")
+        own = "before the with block, and give it to the run (several in a list)"
+        self._remedy = "before training, and give it to the Trainer as optimizers=" if of_trainer else own
         self._own = {id(each) for each in optimizers}
         self._names = {id(parameter): name for name, parameter in named}
         self._shapes = [_shapes(each) for each in optimizers]
@@ -68,8 +76,7 @@ class OtherOptimizers:
         kind = type(optimizer).__name__
         raise ConfigurationError(
             f"{kind} steps {names[0]}, and is not the optimizer that the run was given: the run would not see its "
-            f"steps; make the {kind} whose step() the loop calls before the with block, and give it to the run "
-            "(several in a list)"
+            f"steps; make the {kind} whose step() the loop calls {self._remedy}"
         )
 
     def _warn_of_copy(self, optimizer: Optimizer) -> None:
@@ -115,3 +122,28 @@ class UnseenTraining:
                 f"{changed} is trained, and no step of the optimizer that the run was given comes: the run does not "
                 "see the training; call step() of that optimizer, and change the parameters by it alone"
             )
+
+
+@errors_in_one_line()
+def refuse_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook before the steps of an optimizer whose run this worker has left."""
+    raise ConfigurationError(
+        "leave() has ended this worker's part of the run, and the loop goes on: its steps would train a copy of the "
+        "model that is this worker's own; end the loop first"
+    )
+
+
+@errors_in_one_line()
+def refuse_early(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook before the steps of an optimizer whose run has not begun."""
+    raise ConfigurationError(
+        f"{type(optimizer).__name__} was given to a run whose with block was not entered, and steps: each process "
+        "would train by itself; train within the block, as in: with AsyncLocalSGD(...) as worker"
+    )
+
+
+def allow_steps(optimizers: Sequence[Optimizer]) -> None:
+    """Takes back :func:`refuse_early`, also that of a run that was made before with these optimizers."""
+    for each in optimizers:
+        for key in [key for key, hook in each._optimizer_step_pre_hooks.items() if hook is refuse_early]:
+            del each._optimizer_step_pre_hooks[key]

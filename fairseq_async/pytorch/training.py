@@ -1,5 +1,6 @@
 """The base of the context managers: joining and leaving a run, the server's parameters, checkpoints."""
 
+import atexit
 import os
 import sys
 from abc import ABC, abstractmethod
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.environment import WORKER
-from fairseq_async.errors import ConfigurationError, as_argument, spell_options
+from fairseq_async.errors import USER_ERROR, ConfigurationError, as_argument, fail, has_failed, spell_options
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.options.config import ServerOptions
 from fairseq_async.pytorch.parameters import (
@@ -30,7 +31,7 @@ from fairseq_async.pytorch.parameters import (
     one_model,
     unwrapped,
 )
-from fairseq_async.pytorch.steps import watch_steps
+from fairseq_async.pytorch.steps import allow_steps, refuse_early, refuse_step, watch_steps
 from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.batches import note_calls
 from fairseq_async.worker.connection.server_connection import ServerConnection
@@ -93,7 +94,7 @@ class AsyncTraining(ABC):
         self._made_loop: WorkerLoop | None = None
         self._warned = False
         for each in self.optimizers:
-            each.register_step_pre_hook(_refuse_early)
+            each.register_step_pre_hook(refuse_early)
 
     @property
     def worker(self) -> int:
@@ -145,24 +146,52 @@ class AsyncTraining(ABC):
 
     @errors_in_one_line()
     def __enter__(self: _Self) -> _Self:
-        _allow_steps(self.optimizers)
+        allow_steps(self.optimizers)
         try:
             self._join()
         except BaseException:
             self.abandon()
             raise
-        self._handles = [*self._add_hooks(), *watch_steps(self.optimizers, self._named, self.workers)]
+        self._handles = [*self._add_hooks(), *watch_steps(self.optimizers, self._named, self.workers, self.of_trainer)]
         self._handles += note_calls(self._model, self.async_worker.batches)
         self.loop.begin_step()
+        atexit.register(self._end_with_process, os.getpid())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is not None:
+        if isinstance(error, SystemExit) and not error.code:
+            return  # the process may end here without an error, and the run would not: see _end_with_process
+        if not isinstance(error, GeneratorExit | None):
             return self.abandon()
         try:
             self.leave()
+        finally:
+            self.abandon()
+
+    def _end_with_process(self, process: int) -> None:
+        """Ends the process with one line and exit code 2 where the script has ended well and has not left the run.
+
+        Args:
+            process: the one that has entered the run, and not one that was forked from it.
+        """
+        if self._client is None or process != os.getpid():
+            return
+        try:
+            if self._has_left or self.of_trainer or has_failed():
+                return
+            if not self.finished:
+                fail(
+                    f"the script has ended within the block of {type(self).__name__}, whose end it has not reached: "
+                    "what others send later is not in this worker's model, nor are its last local steps in the run; "
+                    "let the with block end, or call worker.leave(), before the model is saved"
+                )
+            self.leave()
+        except SystemExit:  # whose code Python does not take from here
+            self.abandon()
+            sys.stdout.flush()
+            os._exit(USER_ERROR)
         finally:
             self.abandon()
 
@@ -199,7 +228,7 @@ class AsyncTraining(ABC):
                 self.restore_parameters()
                 self.async_worker.await_end()
             self._client.leave(finished=for_all)
-        self._handles = [each.register_step_pre_hook(_refuse_step) for each in self.optimizers]
+        self._handles = [each.register_step_pre_hook(refuse_step) for each in self.optimizers]
         if self._server is not None:
             self._server.outlast_workers()
             self._server = None  # it ends with this process, which may die before it has saved the model
@@ -215,6 +244,7 @@ class AsyncTraining(ABC):
         if self._server is not None:
             self._server.end()
         self._client = self._server = None
+        atexit.unregister(self._end_with_process)
 
     def _remove_hooks(self) -> None:
         while self._handles:
@@ -293,7 +323,9 @@ class AsyncTraining(ABC):
         """Refuses a step with a closure, or of more than is exchanged; ``args`` of a hook begin with the optimizer."""
         if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
             raise ConfigurationError("optimizer.step(closure) is not supported: compute the gradients before the step")
-        check_exchanged(self._model, self.optimizers, self._exchanged)
+        several = "give its optimizer too (several in a list)"
+        remedy = "give the Trainer an optimizer that has it" if self.of_trainer else several
+        check_exchanged(self._model, self._exchanged, remedy, self.optimizers)
 
     def _take_loss(self) -> float | Tensor | None:
         """Returns the loss of this step, without the graph behind it, and forgets it."""
@@ -336,29 +368,6 @@ def enter_island(size: int) -> None:
 def listed(given: Any) -> list[Any]:
     """Returns a list or tuple as a list, and anything else as the only element of one."""
     return list(given) if isinstance(given, list | tuple) else [given]
-
-
-@errors_in_one_line()
-def _refuse_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    raise ConfigurationError(
-        "leave() has ended this worker's part of the run, and the loop goes on: its steps would train a copy of the "
-        "model that is this worker's own; end the loop first"
-    )
-
-
-@errors_in_one_line()
-def _refuse_early(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    raise ConfigurationError(
-        f"{type(optimizer).__name__} was given to a run whose with block was not entered, and steps: each process "
-        "would train by itself; train within the block, as in: with AsyncLocalSGD(...) as worker"
-    )
-
-
-def _allow_steps(optimizers: Sequence[Optimizer]) -> None:
-    """Takes back :func:`_refuse_early`, also that of a run that was made before with these optimizers."""
-    for each in optimizers:
-        for key in [key for key, hook in each._optimizer_step_pre_hooks.items() if hook is _refuse_early]:
-            del each._optimizer_step_pre_hooks[key]
 
 
 def _note_run() -> None:

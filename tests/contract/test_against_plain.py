@@ -52,6 +52,7 @@ UNSEEN = ("another optimizer's step", "steps in backward hooks")
 SAID = {  # in place of what the case says
     **{("fairseq_train", "hybrid_async", case): TAKEN for case in UNSEEN},
     **{("fairseq_train", "local_sgd", case): "" for case in UNSEEN},  # it takes what another optimizer does
+    ("hf_trainer", "hybrid_async", UNSEEN[0]): "give it to the Trainer as optimizers=",
     **{("fairseq_train", method, "brought"): "--reset-optimizer" for method in METHODS},  # it is of another optimizer
     **{
         (front_end, method, case): f"has moved the LambdaLR of the {whose}"
@@ -59,7 +60,6 @@ SAID = {  # in place of what the case says
         for method in METHODS
         for case in (TWICE, PER_EPOCH)
     },
-    ("hf_trainer", "hybrid_async", PER_EPOCH): "LambdaLR is stepped less often than the optimizer",
     ("torch_loop", "hybrid_async", TWICE): "LambdaLR is stepped more often than the optimizer",
     ("torch_loop", "hybrid_async", PER_EPOCH): "LambdaLR is stepped less often than the optimizer",
     **{("torch_loop", "local_sgd", case): "follows the progress of the run" for case in (TWICE, PER_EPOCH)},

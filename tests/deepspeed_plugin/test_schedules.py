@@ -17,7 +17,8 @@ from fairseq_async.deepspeed_plugin import schedules
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.server.optimizers.learning_rates import OwnRates, present_rates, tabulate
+from fairseq_async.pytorch.schedules import OwnRates
+from fairseq_async.server.optimizers.learning_rates import present_rates, tabulate
 from fairseq_async.worker.batches import BatchDigest
 from fairseq_async.worker.start.context import WorkerContext
 

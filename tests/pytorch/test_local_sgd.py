@@ -1,7 +1,9 @@
 """``AsyncLocalSGD`` round an ordinary optimizer, against references in float64."""
 
 import multiprocessing
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from fairseq_async.pytorch import AsyncLocalSGD
 from fairseq_async.server.programs import local_sgd_main
+from fairseq_async.worker.start.context import check_guard
 from tests.helpers.thread_workers import ThreadWorkers
 
 Start = Callable[..., ThreadWorkers]
@@ -366,8 +369,16 @@ def test_a_spawned_process_that_imports_an_unguarded_script_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A data loader's, for one; multiprocessing has the same sign for its own error."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    check_guard()
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(SystemExit) as end:
         AsyncLocalSGD(model := Point(), SGD(model.parameters(), lr=LR)).__enter__()
     (line,) = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and 'if __name__ == "__main__":' in line
+    error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    for code in (1, 2):  # of the loader's process, for which the process that has spawned it ends
+        error.__cause__ = RuntimeError(f"DataLoader worker (pid 7) exited unexpectedly with exit code {code}. Details")
+        with pytest.raises(SystemExit, match="2") if code == 2 else nullcontext():
+            sys.excepthook(RuntimeError, error, None)
+        assert (f"exit code {code}, and says why above" in capsys.readouterr().err) == (code == 2)

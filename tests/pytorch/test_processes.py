@@ -76,6 +76,43 @@ def test_a_crash_ends_the_run_with_its_own_traceback(processes: Processes, tmp_p
     assert not (tmp_path / "async_training" / ".token").exists()
 
 
+LEFT = """
+with make() as worker:
+    loop(worker)
+"""
+BLOCKS = {  # how the script ends, its steps, and whether that is one line
+    "by hand": ("worker = make().__enter__()\nloop(worker)", 5, True),
+    "by hand to the end of the run": ("worker = make().__enter__()\nloop(worker)", 8, False),
+    "by hand, and left": ("worker = make().__enter__()\nloop(worker)\nworker.leave()", 5, False),
+    "by sys.exit": (LEFT + "    sys.exit()", 5, True),
+    "by sys.exit at the end of the run": (LEFT + "    sys.exit(0)", 8, False),
+    "in a generator that is closed": ("def run():" + LEFT.replace("\n", "\n    ") + "    yield\nnext(run())", 5, False),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "case"), [("HybridAsync", "by hand"), *(("AsyncLocalSGD", case) for case in BLOCKS)]
+)
+def test_a_script_that_ends_well_within_the_block_is_one_line(
+    processes: Processes, tmp_path: Path, method: str, case: str
+) -> None:
+    """Unless nothing is lost by it."""
+    end, steps, is_said = BLOCKS[case]
+    given = "local_steps=2, " if method == "AsyncLocalSGD" else "updates_per_step=1, "
+    start, _, loop = ON_THE_CPU_IN_FP32.partition("CHANGE")
+    loop = loop.partition("worker:\n    while not worker.finished:")[2].partition("    with ")[0]
+    script = (
+        "import sys"
+        + start.replace("AsyncLocalSGD", method)
+        + f"def make(): return {method}(model, optimizer, {given}total_steps=8)\n"
+        + f"def loop(worker):\n    for _ in range({steps}):{loop}\n{end}\n"
+    )
+    code, output = run(processes, tmp_path, script, command("python"))
+    errors = [line for line in output.splitlines() if "error: " in line]
+    assert code == (2 if is_said else 0) and "Traceback" not in output and len(errors) == is_said, output
+    assert all(f"within the block of {method}, whose end it has not reached" in line for line in errors)
+
+
 def test_a_script_that_is_interrupted_is_gone_on_with_by_the_launcher(processes: Processes, tmp_path: Path) -> None:
     """Ctrl-C after 60 of 200 local steps; the server, a child of the script's, keeps them."""
     stop = "if worker.progress >= 60 and 'FAIRSEQ_ASYNC_WORKER' not in os.environ: raise KeyboardInterrupt"

@@ -172,7 +172,11 @@ def test_a_schedule_that_is_stepped_by_hand_is_one_line(
     assert capfd.readouterr().err.count("give it as scheduler=") == 2
 
 
-def test_a_rate_that_the_loop_takes_from_the_progress_of_the_run_is_taken(workers: Start) -> None:
+def test_a_rate_that_the_loop_takes_from_the_progress_of_the_run_is_taken(
+    workers: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And named once, as a loop that reads the progress for its log may take the rate from something else."""
+
     def train(worker: int) -> set[float]:
         model, rates = net(), set()
         optimizer = SGD(model.parameters(), lr=0.1)
@@ -184,7 +188,10 @@ def test_a_rate_that_the_loop_takes_from_the_progress_of_the_run_is_taken(worker
                 optimizer.step()
         return rates
 
-    assert max(map(len, workers(2, local_sgd_main.build).run(train))) > 2
+    rates = workers(2, local_sgd_main.build).run(train)
+    assert max(map(len, rates)) > 2
+    said = capfd.readouterr().err.count("warning: the loop changes the learning rate of SGD")
+    assert said == sum(len(each) > 1 for each in rates)
 
 
 def one_cycle(of: Optimizer, steps: int = STEPS) -> OneCycleLR:

@@ -11,7 +11,7 @@ from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import fail
 from fairseq_async.method.spec import MethodSpec
-from fairseq_async.server.optimizers.learning_rates import OwnRates
+from fairseq_async.pytorch.schedules import OwnRates
 from fairseq_async.worker.changes import WholeWatch
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker

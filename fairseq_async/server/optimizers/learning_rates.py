@@ -258,43 +258,6 @@ def check_rates(optimizer: Optimizer, before: list[float], remedy: str) -> None:
             )
 
 
-class OwnRates:
-    """Watches the rates of an optimizer that steps on its worker and has no schedule which follows the run.
-
-    A loop may set them by the run's progress, as it is told; a schedule of a worker's own steps is a mistake: a fast
-    worker takes more than the run has, and a slow one fewer. So is one of a metric, which each worker has of its own.
-
-    Args:
-        remedy: says how the user gives a schedule that follows the run.
-
-    Attributes:
-        asked: whether the loop has read the run's progress since the last check.
-    """
-
-    def __init__(self, optimizer: Optimizer, remedy: str) -> None:
-        self._optimizer, self._remedy = optimizer, remedy
-        self._before: tuple[float, list[float]] | None = None
-        self.asked = False
-
-    def check(self, progress: float) -> None:
-        """Checks, before a step, that no scheduler counts the worker's steps, and that the rates are those of the step
-        before where the progress is, or where the loop has not asked for it.
-
-        Raises:
-            ConfigurationError: it does, or they are not.
-        """
-        rates, before = present_rates(self._optimizer), self._before
-        by_progress = self.asked and before is not None and progress != before[0]
-        changed = before is not None and rates != before[1]
-        if (changed and not by_progress) or hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
-            raise ConfigurationError(
-                f"a scheduler, or the loop, sets the learning rate of {type(self._optimizer).__name__} by this "
-                "worker's own steps or metric, but a fast worker takes more steps than the run has, and a slow one "
-                f"fewer: {self._remedy}"
-            )
-        self._before, self.asked = (progress, rates), False
-
-
 def check_table(scheduler: Any, began: int, rates: Rates) -> None:
     """Checks, on a worker, that a scheduler still has the rates of the table that was made of it.
 

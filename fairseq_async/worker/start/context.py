@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fairseq_async.environment import HOST, JOINS, MEETING, RENDEZVOUS, SERVER, SLOWDOWN, TLS, TOKEN, WORKER, WORKERS
-from fairseq_async.errors import AsyncError, ConfigurationError, ExchangeError, RefusedError, option
+from fairseq_async.errors import USER_ERROR, AsyncError, ConfigurationError, ExchangeError, RefusedError, fail, option
 from fairseq_async.exchange.authentication import new_token, read_token
 from fairseq_async.exchange.linux import end_with_parent
 from fairseq_async.options.addresses import ANY, LOOPBACK, is_loopback
@@ -275,7 +276,8 @@ class WorkerContext:
 
 
 def check_guard() -> None:
-    """Checks that this is no spawned process, such as a data loader's, that is only importing the script.
+    """Checks that this is no spawned process, such as a data loader's, that is only importing the script; from then on
+    a process whose loader fails by that ends with exit code 2, too.
 
     Raises:
         ConfigurationError: it is one.
@@ -285,6 +287,19 @@ def check_guard() -> None:
             "a process that this script has spawned, such as a data loader's, imports the script, and would train "
             'once more: put the training under if __name__ == "__main__":'
         )
+    if not isinstance(sys.excepthook, partial):
+        sys.excepthook = partial(_end_as_loader, sys.excepthook)
+
+
+def _end_as_loader(hook: Callable[..., None], kind: object, error: BaseException, traceback: object) -> None:
+    """Stands for ``sys.excepthook``: a data loader's process that has ended by :func:`check_guard` has said so."""
+    cause = str(error.__cause__)
+    if cause.startswith("DataLoader worker") and f"exit code {USER_ERROR}." in cause:
+        fail(
+            f"a data loader's process has ended with exit code {USER_ERROR}, and says why above; if it has imported "
+            'the script, put the training under if __name__ == "__main__":'
+        )
+    hook(kind, error, traceback)
 
 
 def _has_ended(process: ServerProcess | None) -> bool:
