@@ -225,8 +225,8 @@ def _since_the_beginning(directory: Path, events: Sequence[Event]) -> Iterator[E
     """Yields the events of a real run with the seconds for which it had run until then."""
     began = min(event.time - (event.computing_seconds or 0.0) for event in events)
     pauses, paused, newest = Pauses(directory), 0.0, events[0].time
-    for number, event in enumerate(events):
-        paused += pauses.before(event, newest) if number else 0.0
+    for event in events:
+        paused += pauses.before(event, newest)
         newest = max(newest, event.time)
         yield replace(event, time=event.time - began - paused)
 

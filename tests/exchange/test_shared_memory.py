@@ -1,9 +1,8 @@
-"""Shared memory between real processes."""
+"""Memory that a server shares with its workers."""
 
 import contextlib
 import gc
 import mmap
-import multiprocessing as mp
 import os
 import threading
 import time
@@ -18,21 +17,20 @@ from fairseq_async.exchange import SharedMemory, linux
 SIZE = 200_000
 
 
-def _publish_until_told(path: str, stop: "mp.synchronize.Event") -> None:
-    memory = SharedMemory.attach(path, SIZE, 1)
-    version = 0
-    while not stop.is_set():
-        version += 1
-        memory.publish(torch.full((SIZE,), float(version)), version)
-        time.sleep(0.0005)  # a server computes between two publications; without a pause a reader need not ever succeed
-
-
 def test_a_pull_never_mixes_two_versions() -> None:
-    memory = SharedMemory.create(SIZE, 1)
+    memory, stop = SharedMemory.create(SIZE, 1), threading.Event()
     memory.publish(torch.zeros(SIZE), 0)
-    context = mp.get_context("spawn")
-    stop = context.Event()
-    writer = context.Process(target=_publish_until_told, args=(memory.path, stop), daemon=True)
+    server = SharedMemory.attach(memory.path, SIZE, 1)
+
+    def publish_until_told() -> None:
+        """A server computes between two publications, now longer and now shorter than a reader copies."""
+        version = 0
+        while not stop.is_set():
+            version += 1
+            server.publish(torch.full((SIZE,), float(version)), version)
+            time.sleep(0.0005 * (version % 16))
+
+    writer = threading.Thread(target=publish_until_told)
     writer.start()
     try:
         mine, versions = torch.empty(SIZE), [0]
@@ -41,9 +39,20 @@ def test_a_pull_never_mixes_two_versions() -> None:
             assert mine.min().item() == mine.max().item() == versions[-1]
     finally:
         stop.set()
-        writer.join(10)
-        writer.kill()
+        writer.join()
     assert versions == sorted(versions)
+
+
+def test_a_reader_copies_again_what_was_published_while_it_copied() -> None:
+    memory, mine, versions = SharedMemory.create(5, 1), torch.empty(5), iter((2, 3))
+    memory.publish(torch.ones(5), 1)
+
+    def disturbed(published: torch.Tensor) -> None:
+        mine.copy_(published)
+        if (version := next(versions, None)) is not None:
+            memory.publish(torch.full((5,), float(version)), version)
+
+    assert memory.read(disturbed) == 3 and mine.tolist() == [3.0] * 5
 
 
 def test_slots_and_parameters_do_not_overlap() -> None:

@@ -210,9 +210,11 @@ ROW = '{"name": "w", "shape": [1], "dtype": "float32"}'
         (with_layout(f"[{many(ROW, 60_000)}]"), 1, "layout: segments: Tuple should have at most 32768 items"),
         (with_layout(ROW.join("[]").replace("1", many('""', 100_000))), 1, "layout: segments: 0: shape: 0: Input sh"),
         (with_layout(ROW.join("[]").replace("1", many("9", 100_000))), 1, "layout: segments: 0: shape: Tuple should"),
+        (with_layout("[]"), 1, "layout: segments: Value error, these tensors are no model"),
+        (with_layout(ROW.join("[]").replace("1", "0")), 1, "layout: segments: Value error, these tensors are no model"),
         (f'{{"kind": "alive", {many(chr(34) * 2 + ": 0", 100_000)}}}'.encode(), 100_000, "100000 mistakes"),
     ],
-    ids=["segments", "too many segments", "shape", "too long a shape", "names"],
+    ids=["segments", "too many segments", "shape", "too long a shape", "no tensor", "no parameter", "names"],
 )
 def test_a_message_full_of_mistakes_is_refused_at_the_first_or_without_a_look_at_each(
     body: bytes, mistakes: int, said: str

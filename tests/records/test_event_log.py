@@ -78,6 +78,16 @@ def test_a_restart_moves_what_is_not_in_its_state_and_writes_a_log_that_stays_as
     assert read_events(tmp_path / "of a run without updates") == read_events(path / "no directory") == []
 
 
+def test_what_a_server_has_moved_that_died_before_it_said_so_is_moved_once(tmp_path: Path) -> None:
+    lines = [b'{"worker": 0, "sequence": %d}\n' % number for number in range(4)]
+    (tmp_path / EVENTS).write_bytes(b"".join(lines))
+    EventLog(tmp_path, {0: 2}, "a snapshot", 1.0)
+    for name in (EVENTS, ROLLED_BACK):  # the worker has sent its update again, and the server has died amid a restart
+        append(tmp_path / name, lines[3])
+    EventLog(tmp_path, {0: 2}, "a snapshot", 2.0)
+    assert (tmp_path / ROLLED_BACK).read_bytes() == lines[3] * 2
+
+
 def test_a_file_that_is_replaced_twice_between_two_looks_is_a_new_one_though_the_disk_uses_its_inode_again(
     tmp_path: Path,
 ) -> None:

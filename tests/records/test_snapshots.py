@@ -154,7 +154,7 @@ def test_what_is_left_behind_is_removed_but_for_what_is_newer_than_all_that_is_w
     before = len(os.listdir("/proc/self/fd"))
     for version in (2, 3):
         snapshots.take({"version": version}, version)
-    for version in (1, 2, 4):
+    for version in (1, 2, 3, 4):
         (snapshots.directory / f"version-{version:012d}.torn").touch()
     for version in (5, 6):
         (snapshots.directory / f"version-{version:012d}.part").touch()
@@ -163,6 +163,17 @@ def test_what_is_left_behind_is_removed_but_for_what_is_newer_than_all_that_is_w
     snapshots.clear()
     assert [path.name for path in snapshots.directory.iterdir()] == ["version-000000000004.before"]
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_of_the_runs_before_the_one_that_was_interrupted_only_the_highest_version_stays(tmp_path: Path) -> None:
+    snapshots = InlineSnapshots(tmp_path)
+    snapshots.directory.mkdir()
+    for version in (1, 5, 7):
+        (snapshots.directory / f"version-{version:012d}.before").touch()
+    snapshots.take({"version": 3}, 3)
+    snapshots.begin_anew()
+    names = sorted(path.name for path in snapshots.directory.iterdir())
+    assert names == ["version-000000000003.before", "version-000000000007.before"]
 
 
 def test_a_snapshot_of_before_which_has_no_checksum_is_read(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fairseq_async.protocol import Receipt, Report, Status
 from fairseq_async.records.settled import Settled
 from fairseq_async.regions.global_main import GlobalService
 from fairseq_async.regions.regional_service import RegionalService
-from fairseq_async.regions.upstream import GlobalParameters, Upstream
+from fairseq_async.regions.upstream import GlobalParameters, RegionLost, Upstream
 from fairseq_async.server.coordinator import Coordinator, build_coordinator
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.programs import local_sgd_main
@@ -178,3 +178,11 @@ def test_that_no_region_is_there_is_told_each_time_anew(tmp_path: Path, monkeypa
     monkeypatch.setattr(Service, "is_deserted", lambda service, now: next(alone))
     assert not any(service.is_deserted(0.0) for _ in range(4))
     assert [text[:26] for text in told] == ["no region is connected any"] * 2
+
+
+def test_a_region_that_could_not_begin_reads_no_further_news(tmp_path: Path) -> None:
+    """The next worker 0 makes another connection; what the one before says is of no run."""
+    service = RegionalService("token", 1, tmp_path, local_sgd_main.build, print, lambda *given: pytest.fail("none"))
+    service._link = SimpleNamespace(news=lambda: RegionLost("again"))  # type: ignore[assignment]
+    service._fail("it is not there")
+    assert service._next_news() is None

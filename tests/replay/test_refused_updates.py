@@ -13,8 +13,9 @@ from fairseq_async.algorithms import HybridAccumulation, Rule, Update
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Layout, Receipt, Report, Segment, Status
 from fairseq_async.records.event_log import EventLog
+from fairseq_async.records.events import Event
 from fairseq_async.records.settled import Settled
-from fairseq_async.replay.replay import Recording, Replay, _pulls_early
+from fairseq_async.replay.replay import Recording, Replay, _pulls_early, _recorded_report
 from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Outcome
@@ -100,6 +101,11 @@ def test_rounds_that_have_met_one_version_are_repeated_one_after_the_other() -> 
     spec, made = sgd_spec(updates_per_step=4, workers=2, barrier=2), [event(number % 2, 0, 0) for number in range(4)]
     recording = Recording(Path(), spec, LAYOUT, {}, made, cut=False)
     assert [[each.worker for each in group] for group in recording.rounds()] == [[0, 1], [0, 1]]
+
+
+def test_the_plan_of_a_replay_counts_what_that_of_the_run_has_counted() -> None:
+    own = {"epochs": 0.5, "local_steps": 10, "step_seconds": 0.25, "shard": 1}
+    assert _recorded_report(Event(0.0, 0, 0, 0, 0, 1.0, 1, Status.APPLIED, **own)) == Report(**own)  # type: ignore[arg-type]
 
 
 def test_a_start_is_kept_where_a_worker_took_it_before_its_update_was_settled_and_nowhere_else() -> None:

@@ -99,6 +99,17 @@ def test_what_a_rollback_took_back_is_named_and_anything_else_is_lost(tmp_path: 
         audit(tmp_path)
 
 
+def test_two_restarts_may_have_lost_a_line_each_also_where_the_second_goes_further_back(
+    tmp_path: Path,
+) -> None:
+    """Update 5 was acknowledged, and not written, by the first server, and 6 by the second one."""
+    write(tmp_path, [event(0, number, at, at + 1) for at, number in enumerate((0, 1, 2, 7))])
+    write(tmp_path, [event(0, 3, 3, 4), event(0, 4, 4, 5)], events.ROLLED_BACK)
+    write(tmp_path, [rollback({0: 4}, 0, "the newer"), rollback({0: 2}, 2, "the older")], events.ROLLBACKS)
+    covered = [(number, source.source) for (_, number), source in audit(tmp_path).covered]
+    assert covered == [(3, "the older"), (4, "the older"), (5, "the newer"), (6, "the older")]
+
+
 def test_a_bad_line_among_the_rollbacks_has_taken_back_what_the_others_have_not(tmp_path: Path) -> None:
     """Three rollbacks took back one event each; the second one's line, and then also that of its event, is bad."""
     write(tmp_path, [event(0, 0, 0, 1), event(0, 4, 1, 2)])

@@ -33,22 +33,28 @@ from fairseq_async.collective.adascale.gains import Gains
 from fairseq_async.method.global_server import GlobalServer
 from fairseq_async.options import compression
 from fairseq_async.options.config import LocalSGDOptions
-from fairseq_async.protocol import Receipt, Report, Status
+from fairseq_async.protocol import Receipt, Report, ScheduleEvent, Status
 from fairseq_async.records.settled import Settled
 from fairseq_async.regions.upstream import GlobalParameters, Upstream
 from fairseq_async.server import ParameterServer
 from fairseq_async.server.compressed_changes import CompressedChanges
 from fairseq_async.server.compressed_starts import CompressedFragments, CompressedStarts
+from fairseq_async.server.coordinator import Coordinator, build_coordinator
 from fairseq_async.server.local_step_plan import LocalStepPlan
+from fairseq_async.server.membership import Membership
+from fairseq_async.server.plan import EpochPlan
 from fairseq_async.server.rounds.grace import GracePeriod, Quorum
 from fairseq_async.server.rounds.look_ahead import LookAhead
 from fairseq_async.server.rounds.near_arrivals import NearArrivals
+from fairseq_async.server.rounds.shares import Shares
 from fairseq_async.simulation.clock import Clock, EventKind, ScheduledEvent
 from fairseq_async.simulation.experiment import ScheduleOptions
 from fairseq_async.simulation.rules import AdaScaleRule
 from fairseq_async.simulation.schedule import LearningRate
 from recipes.rules.baselines import OuterAdam
 from recipes.rules.direction_averaging import DirectionAveraging
+from scripts.faults.sgd_server import Constant, sgd_spec
+from tests.helpers.driven import Driven
 
 WORKERS = (0, 1, 2)
 CHANGES = compression.parse("pull=e3m0").pull
@@ -125,11 +131,24 @@ def changes(seen: Collection[int]) -> CompressedChanges:
     return it
 
 
+def shares(seen: Collection[int], divided: bool = False) -> Shares:
+    it = Shares(4)
+    for number in range(4):
+        for worker in seen:
+            it.begin(worker, 10.0 * number)
+            it.arrive(worker, 10.0 * number + 2.0 + worker + 0.1 * number)
+    if divided and seen:
+        it.divide(seen, len(seen), 40.0)
+    for worker in seen:
+        it.begin(worker, 40.0 + worker)
+    return it
+
+
 @pytest.mark.parametrize("gone", WORKERS)
 @pytest.mark.parametrize(
     "make",
-    [look_ahead, near_arrivals, lambda seen: grace(seen, lambda: GracePeriod(2.0, PLAN)), quorum, changes],
-    ids=["look-ahead", "near arrivals", "grace", "quorum", "compressed changes"],
+    [look_ahead, near_arrivals, shares, lambda seen: grace(seen, lambda: GracePeriod(2.0, PLAN)), quorum, changes],
+    ids=["look-ahead", "near arrivals", "shares", "grace", "quorum", "compressed changes"],
 )
 def test_an_object_that_has_forgotten_a_worker_is_one_that_never_saw_it(make: Callable[..., Any], gone: int) -> None:
     it, never = make(WORKERS), make([worker for worker in WORKERS if worker != gone])
@@ -309,6 +328,7 @@ RULES: dict[str, Callable[[], Rule]] = {
 NOT_KEPT = {  # what another object begins anew with, or finds out
     ParameterServer: {"_restarted", "_heard_since"},
     LocalStepPlan: {"awaited"},
+    Shares: {"begun"},
     Upstream: {"joined", "_sent_at", "coordinator"},
     AdaScaleRule: {"accumulation", "learning_rate", "rate"},
     # the parameters, which the server's state has, and how the run before made its rounds
@@ -332,6 +352,7 @@ def spoil(value: Any, tensors: bool) -> None:
 MAKERS: dict[str, Callable[..., Any]] = {
     "look-ahead": look_ahead,
     "near arrivals": near_arrivals,
+    "shares": partial(shares, divided=True),
     "grace": lambda seen: grace(seen, lambda: GracePeriod(2.0, PLAN)),
     "quorum": quorum,
     "compressed changes": changes,
@@ -363,6 +384,34 @@ def test_an_object_that_goes_on_from_a_state_is_the_one_before_and_has_nothing_i
     assert right == left
     spoil(given, tensors=name not in READ_ONLY)
     assert {key: state(each) for key, each in vars(second).items() if key not in skipped} == right
+
+
+def coordinator(seen: Collection[int]) -> Coordinator:
+    """It measures how far ahead workers start, and divides micro-batches; with three workers the run has ended."""
+    parameters = torch.zeros(1)
+    spec, plan = sgd_spec(workers=3, look_ahead=None, micro_batches=4), EpochPlan(Constant(), max_epoch=9)
+    rule = HybridAccumulation(SGD([parameters], lr=1.0), 1)
+    run = Driven(build_coordinator(spec, rule, plan, parameters, Membership(3, 0.0)), 3)
+    for number in range(4):
+        for worker in seen:
+            run.push(worker, 1.0, 10.0 * number + worker + 1.0, Report(epochs=0.25, position={"at": number}), number)
+    if seen:
+        run.coordinator.follow(0, ScheduleEvent("a", "end_epoch", 3, 0.5))
+        run.coordinator.merge(Region(torch.zeros(1), merge=0.5), torch.tensor([9.0]))
+        run.coordinator.look_ahead.follow(run.version, run.coordinator.server.parameters)
+    if len(seen) == 3:
+        run.coordinator.end(50.0)
+    return run.coordinator
+
+
+@pytest.mark.parametrize(("seen", "past"), [(WORKERS, ()), ((0, 1), (2, 1)), ((), (0, 1))])
+def test_a_coordinator_that_goes_on_from_a_state_is_the_one_before(
+    seen: Collection[int], past: Collection[int]
+) -> None:
+    first, second = coordinator(seen), coordinator(past)
+    second.load_state_dict(copy.deepcopy(first.state_dict() | first.state_for_waiting_workers()))
+    left, right = (state(it.state_dict() | it.state_for_waiting_workers()) for it in (first, second))
+    assert right == left and second.finished == first.finished == (len(seen) == 3)
 
 
 @pytest.mark.parametrize("taken", range(6))

@@ -120,6 +120,13 @@ def test_an_update_has_the_bytes_of_its_fragment_and_so_has_the_answer(tmp_path:
     assert [report.bytes_received for report in own] == [sum(sizes), *sizes, *sizes, sizes[0]]
 
 
+def test_a_worker_that_comes_back_begins_with_the_whole_model(tmp_path: Path) -> None:
+    cluster = {"workers": 1, "seconds_per_step": 1.0, "absences": [{"worker": 0, "from": 9.5, "to": 12.0}]}
+    simulated, log = run(tmp_path, STREAMING, **EQUAL | {"cluster": cluster})
+    received = [report.bytes_received for _, _, report in log.events]
+    assert received.count(4 * simulated.model.layout.size) == 2 and received[0] == max(map(float, received))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("codec", "bytes_a_value"), [("bf16", 2), ("int8:block=8", 1 + 4 / 8), ("e3m0", 0.5)])
 def test_a_fragment_comes_back_in_few_bytes_and_the_first_whole_model_in_fp32(
     tmp_path: Path, codec: str, bytes_a_value: float

@@ -3,11 +3,13 @@
 import io
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from fairseq_async.simulation.records import Records
 from fairseq_async.simulation.trial import Trial
 from scripts.faults.digest import digest
 from tests.helpers.simulations import Log, tiny_trial
@@ -94,3 +96,13 @@ def test_a_run_that_is_stopped_again_and_again_writes_what_the_undisturbed_one_w
     assert not stopped.advance() and len(logs[0].events) > 3
     assert digest(stopped.state_dict()) == digest(straight.state_dict())
     assert (stopped.steps, stopped.tokens, stopped.clock.now) == (straight.steps, straight.tokens, straight.clock.now)
+
+
+def test_evaluations_after_the_state_on_disk_are_made_again(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "state.pt")
+    (tmp_path / "curve.jsonl").write_text("".join(f'{{"steps": {steps}}}\n' for steps in (1, 2, 3)))
+    records, layout = Records(tmp_path), SimpleNamespace(to_json=list)
+    trial = SimpleNamespace(parameters=torch.zeros(1), load_state_dict=len, steps=2, sequences={}, now=0.0)
+    trial.spec, trial.model = SimpleNamespace(workers=1, to_json=dict), SimpleNamespace(layout=layout)
+    records.open(trial)  # type: ignore[arg-type]
+    assert [row["steps"] for row in records.curve] == [1, 2]
