@@ -61,8 +61,10 @@ def test_a_rank_that_hangs_ends_no_others_run(start: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(400)
-def test_a_rank_that_is_paused_for_three_times_the_timeout_goes_on(start: Any, tmp_path: Path) -> None:
-    job = start(worker_timeout=1, total_steps=2000)
+def test_a_rank_that_is_paused_for_three_times_the_timeout_goes_on_and_so_does_a_server_that_is_killed(
+    start: Any, tmp_path: Path
+) -> None:
+    job = start(worker_timeout=1, total_steps=2000, snapshot_seconds=0.2)
     run_dir = tmp_path / "run"
     wait_until(lambda: min(count(run_dir, 0), count(run_dir, 1)) > 2, 300)
     pid = rank(tmp_path, 1)
@@ -71,7 +73,10 @@ def test_a_rank_that_is_paused_for_three_times_the_timeout_goes_on(start: Any, t
     before = count(run_dir, 1)
     os.kill(pid, signal.SIGCONT)
     wait_until(lambda: count(run_dir, 1) > before + 2, 60)
+    (server,) = find(tmp_path, r"local_sgd_main")
+    os.kill(server, signal.SIGKILL)
     output, _ = job.communicate(timeout=200)
     assert job.returncode == 0, output
+    assert "the server was killed by SIGKILL, and was started again from version-" in output
     assert all((tmp_path / f"worker-{worker}-0.json").exists() for worker in (0, 1))
     assert audit(run_dir).applied == sum(event["status"] == "applied" for event in events(run_dir))

@@ -142,8 +142,10 @@ def describe(
     """
     name = _steps_as(optimizer)
     if not (kind or name):
+        made = type(optimizer).__name__
+        own = f"{type(optimizer).__module__}.{made}" if made in OPTIMIZERS else made  # as transformers' Adafactor
         raise ConfigurationError(
-            f"the optimizer is {type(optimizer).__name__}: the server steps with {', '.join(OPTIMIZERS)} of "
+            f"the optimizer is {own}: the server steps with {', '.join(OPTIMIZERS)} of "
             f"torch.optim; give one of these, name the module of yours in {PLUGINS}, or use local SGD, which takes any "
             "that needs no closure"
         )
