@@ -179,3 +179,11 @@ def test_a_schedule_of_a_workers_own_steps_is_one_line(capsys: pytest.CaptureFix
         engine._check_followed()
     said = "given the engine another lr_scheduler" if kind == "the engine" else "of SGD by this worker's own steps"
     assert said in capsys.readouterr().err
+
+
+def test_a_schedule_in_the_server_goes_on_from_where_it_was() -> None:
+    first, second = (schedules.NamedSchedule(drawn := optimizer(), WarmupLR(drawn, warmup_num_steps=4)) for _ in "12")
+    first.follow(3)
+    assert second.state_dict() != first.state_dict()
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()

@@ -3,11 +3,13 @@
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fairseq_async.environment import HOST, MEETING, WORKER, WORKERS
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch import output
 from fairseq_async.launch.task import SCHEDULERS, Task, become_worker
 from fairseq_async.worker.start.context import WorkerContext
 from tests.helpers.slurm import SLURM
@@ -109,3 +111,13 @@ def test_srun_without_the_command_is_told_of_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SLURM_PROCID", "1")
     with pytest.raises(ConfigurationError, match="srun fairseq-async worker -- COMMAND"):
         WorkerContext.find()
+
+
+def test_what_a_log_takes_in_parts_is_in_it_once() -> None:
+    taken = bytearray()
+
+    def write(data: bytes) -> int:
+        taken.extend(data[:3])
+        return len(data[:3])
+
+    assert output._append(SimpleNamespace(write=write), b"12345678") == 8 and taken == b"12345678"  # type: ignore[arg-type]

@@ -205,3 +205,7 @@ def test_shards_and_a_recording_are_refused_with_it() -> None:
         with pytest.raises(ConfigurationError, match=f"{name.replace('_', '.')} does not go with"):
             given = methods.parse(LocalSGDOptions, {}, "test")
             local_sgd_spec(given, 2, [], ServerOptions(server_device="cuda", **options), {})
+
+
+def test_a_server_that_publishes_nothing_has_no_memory_for_it(ipc: FakeIpc) -> None:
+    assert GpuMemory.create(4, 1, False, torch.device("cpu"))._vectors[-1].numel() == 0

@@ -180,3 +180,15 @@ def test_a_late_worker_is_told_to_start_ahead_by_as_many_versions_as_it_is_late(
     both = run.push(0, 1.0, now=4.5)
     assert [settled.receipt.staleness for settled in both.settled] == [0, 3]
     assert [i.assignment.look_ahead for i in both.instructions] == [0.0, 3.0]
+
+
+def test_the_grace_of_several_micro_batches_is_a_share_of_them_all() -> None:
+    waiting = NearArrivals(0.5)
+    for worker, (count, took) in enumerate(((2, 2.0), (1, 2.9))):
+        waiting.begin_work(worker, 0.0, count)
+        waiting.continues(worker, (), took)
+    waiting.close()
+    waiting.begin_work(0, 100.0, 2)
+    waiting.begin_work(1, 100.0)
+    waiting.continues(0, (), 102.0)
+    assert waiting.continues(None, [1], 102.0) and waiting.deadline == pytest.approx(102.9 + 1.0)

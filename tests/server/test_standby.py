@@ -5,7 +5,10 @@ import json
 import os
 import signal
 import socket
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -200,3 +203,13 @@ def test_a_server_that_is_killed_while_it_is_started_again_costs_one_restart_mor
     kill(server)
     wait_until(lambda: server.poll() == -signal.SIGKILL)
     assert "cannot be started again" not in capfd.readouterr().err
+
+
+def test_a_standby_that_dies_again_and_again_is_started_ever_more_rarely() -> None:
+    server: Any = ServerProcess.__new__(ServerProcess)
+    pauses = list[float]()
+    server.restarts, server._has_standby, server._starting = 1, True, nullcontext()
+    server._printing = SimpleNamespace(join=pauses.append, is_alive=lambda: len(pauses) < 4)
+    server._standby, server.process = SimpleNamespace(is_gone=True), SimpleNamespace(wait=lambda: 7)
+    server._spawn = lambda *given: (None, os.open(os.devnull, os.O_RDONLY))
+    assert server._wait() == 7 and [pause / pauses[0] for pause in pauses[:4]] == [1, 2, 4, 8]

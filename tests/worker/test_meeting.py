@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fairseq_async.errors import ConfigurationError, ExchangeError
+from fairseq_async.worker.start.invitation import invitation
 from fairseq_async.worker.start.meeting import Meeting, MeetingPlace, wait_until_it_listens
 
 
@@ -60,3 +61,8 @@ def test_a_worker_on_the_servers_machine_takes_the_near_address_if_it_is_the_mac
         assert meeting.wait(10)[0] == addresses[1]
         near.close()
         assert meeting.wait(10)[0] == addresses[0]
+
+
+@pytest.mark.parametrize(("host", "reached"), [("0.0.0.0", socket.gethostname()), ("10.0.0.1", "10.0.0.1")])
+def test_an_invitation_names_an_address_that_other_machines_can_reach(host: str, reached: str) -> None:
+    assert invitation(f"{host}:5000", Path("token"), ["train.py"]).startswith(f"server at {reached}:5000; ")
