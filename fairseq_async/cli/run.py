@@ -10,6 +10,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.options.addresses import LOOPBACK
 
 _MAX_RESTARTS = 3
+_RANKS = typer.Option(metavar="N", min=1, help="Ranks of a worker, which train synchronously among themselves.")
 app = typer.Typer()
 
 
@@ -22,6 +23,7 @@ def launch(
         ),
     ],
     workers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of workers on this machine.")],
+    ranks_per_worker: Annotated[int, _RANKS] = 1,
     slowdown: Annotated[
         str,
         typer.Option(
@@ -71,9 +73,11 @@ def launch(
 
     restarts = _MAX_RESTARTS if max_restarts is None else max_restarts
     asynchronous = {"--slowdown": slowdown, "--max-restarts": max_restarts, "--host": host, "--token-file": token_file}
+    asynchronous |= {"--ranks-per-worker": None if ranks_per_worker == 1 else ranks_per_worker}
     given = [flag for flag, value in (asynchronous | {"--tls": tls}).items() if value not in (None, "")]
     options = Launch(
         workers=workers,
+        ranks=ranks_per_worker,
         slowdown=_factors(slowdown),
         max_restarts=restarts,
         port=port,
@@ -181,11 +185,12 @@ def worker(
             metavar="-- COMMAND", help="fairseq-train or python SCRIPT, with its arguments.", show_default=False
         ),
     ],
+    ranks_per_worker: Annotated[int, _RANKS] = 1,
 ) -> None:
     """Become one worker of a run whose workers srun, torchrun or mpirun starts, on one machine or several."""
     from fairseq_async.launch.task import become_worker  # start-up time
 
-    become_worker(worker_command)
+    become_worker(worker_command, ranks_per_worker)
 
 
 @app.command("ray", context_settings={"allow_interspersed_args": False})

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.fairseq_plugin.compat.batches import batches_of_first_epoch, batches_of_pass
+from fairseq_async.fairseq_plugin.compat.batches import batches_of_first_epoch, batches_of_pass, real_batches
 from fairseq_async.fairseq_plugin.compat.checkpoints import check_workers, checkpoint_errors, make_plain
 from fairseq_async.fairseq_plugin.compat.optimizers import trainable_parameters
+from fairseq_async.fairseq_plugin.compat.shutdown import ddp_on_cpu
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.session import WorkerSession
@@ -35,6 +36,7 @@ class AsynchronousTrainer(Trainer, ABC):
     """
 
     _num_updates: int
+    _wrapped_model: FairseqObject
 
     def __init__(
         self,
@@ -50,12 +52,23 @@ class AsynchronousTrainer(Trainer, ABC):
         self._sharding = False
         self._position: StateDict | None = None  # where a worker that comes back goes on in the data
         self._iterator: FairseqObject = None
+        self._drawn = 0.0  # batches of this step that are not empty, of all ranks of this worker
+        self._in_train_step = False
         super().__init__(cfg, task, model, criterion, quantizer)
 
     @property
     @abstractmethod
     def worker(self) -> AsyncWorker:
         """The worker side of the method, which is made together with the optimizer."""
+
+    @property
+    def model(self) -> FairseqObject:
+        """The model, in fairseq's wrapper where the worker has several ranks."""
+        distributed = self.cfg.distributed_training
+        torchs = distributed.ddp_backend in ("pytorch_ddp", "c10d") and self.device.type == "cpu"
+        if self._wrapped_model is None and self.use_distributed_wrapper and torchs:
+            self._wrapped_model = ddp_on_cpu(distributed, self._model, self.data_parallel_process_group)
+        return super().model
 
     @abstractmethod
     def fetch_server_state(self) -> StateDict:
@@ -64,23 +77,26 @@ class AsynchronousTrainer(Trainer, ABC):
         Between two steps, the state is fetched only once, so that what was validated is what is saved.
         """
 
-    # fairseq's view of the group: each worker is a world of one, in which fairseq's trainer makes no collective call.
-    # But fairseq also divides the data by the size of the world: while it does so, the world has all workers.
+    # fairseq's view of the group: each worker is a world of its own ranks; in a world of one, it makes no collective call.
+    # But fairseq also divides the data by the size of the world: while it does so, the world has all workers. Worker w of
+    # W has batches w, w + W, w + 2W, …, of which its ranks take one each in turn.
 
     @property
     def data_parallel_world_size(self) -> int:
-        """The number of workers while the data is divided, else 1."""
-        return self.session.context.workers if self._sharding else 1
+        """The number of all workers' ranks while the data is divided, else of this one's."""
+        context = self.session.context
+        return context.ranks if self._sharding else context.island_size
 
     @property
     def data_parallel_rank(self) -> int:
-        """The number of this worker's part while the data is divided, else 0; a worker that joins shares a part."""
-        return self.session.context.worker % self.session.context.workers if self._sharding else 0
+        """The number of this rank's part while the data is divided, else the rank; who joins shares a part."""
+        context = self.session.context
+        return context.rank * context.workers + context.worker % context.workers if self._sharding else context.rank
 
     @property
     def should_save_checkpoint_on_current_rank(self) -> bool:
-        """Whether this is worker 0."""
-        return self.session.context.worker == 0
+        """Whether this is rank 0 of worker 0."""
+        return self.session.context.worker == self.session.context.rank == 0
 
     @contextmanager
     def _sharded_world(self) -> Iterator[None]:
@@ -102,17 +118,17 @@ class AsynchronousTrainer(Trainer, ABC):
             if first and resumed_at > 1:
                 remade = batches_of_first_epoch(self.task, self.cfg, partial(make, 1, load_dataset=False))
                 self._iterator = self._iterator if remade is None else remade
-        self._check_batches(self.session.context.workers)
+        self._check_batches(self.session.context.ranks)
         if self._position:
             self._iterator.load_state_dict(self._position)
             self._position = None
         return self._iterator
 
-    def _check_batches(self, workers: int) -> None:
+    def _check_batches(self, ranks: int) -> None:
         task, max_epoch = self.cfg.task._name, self.session.spec.max_epoch
-        if getattr(self._iterator, "num_shards", workers) != workers:
+        if getattr(self._iterator, "num_shards", ranks) != ranks:
             raise ConfigurationError(
-                f"--task {task} does not let fairseq divide the training set: all {workers} workers would train on the "
+                f"--task {task} does not let fairseq divide the training set: all {ranks} workers would train on the "
                 "same batches; start one worker, or give another --task"
             )
         whole = batches_of_pass(self._iterator)
@@ -120,24 +136,28 @@ class AsynchronousTrainer(Trainer, ABC):
             raise ConfigurationError(
                 f"--max-epoch {max_epoch}: the training set of --task {task} has no known size; give --max-update"
             )
-        if whole is not None and whole < workers and not self.session.spec.full_rounds:
+        if whole is not None and whole < ranks and not self.session.spec.full_rounds:
             raise ConfigurationError(
-                f"the training set has {whole} batches for {workers} workers, which each need one: "
+                f"the training set has {whole} batches for {ranks} workers, which each need one: "
                 "lower --max-tokens or --batch-size, or start fewer workers"
             )
 
-    def fraction_of_epoch(self, batches: Sequence[FairseqObject]) -> float:
-        """Returns these batches' fraction of a pass over the whole training set; 0 if its size is not known."""
+    def fraction_of_epoch(self) -> float:
+        """Returns the fraction of a pass over the whole training set that this step's batches are, those of all ranks;
+        0 if its size is not known."""
         whole = batches_of_pass(self._iterator)
-        return len(batches) / whole if whole else 0.0
+        return self._drawn / whole if whole else 0.0
 
     def train_step(self, samples: Sequence[FairseqObject], raise_oom: bool = False) -> FairseqObject:
         """Takes one step as fairseq does. Tasks and models are given a plain number of updates, whose remainders they
         may take as of any other; after a step that does not count, no interval has ended."""
         updates = self._num_updates = int(self._num_updates)
+        real = real_batches(samples)
+        self._in_train_step, self._drawn = True, float(len(real))
         try:
-            return super().train_step(samples, raise_oom)
+            return super().train_step(real or samples[:1], raise_oom)
         finally:
+            self._in_train_step = False
             if type(self._num_updates) is int:
                 self._num_updates = AppliedUpdates(updates, updates)
 
@@ -147,12 +167,44 @@ class AsynchronousTrainer(Trainer, ABC):
         Raises:
             ConfigurationError: a parameter is trained that is not exchanged.
         """
-        for module in (self.model, self.criterion):
+        for module in (self._model, self._criterion):
             check_exchanged(module, self._exchanged, "make it before training begins")
         norm: Tensor = super().clip_grad_norm(clip_norm)
         return norm
 
+    def _aggregate_logging_outputs(
+        self, logging_outputs: Sequence[FairseqObject], *sums: FairseqObject, ignore: bool = False
+    ) -> tuple[Sequence[FairseqObject], Sequence[FairseqObject]]:
+        """Adds up over the ranks of this worker what fairseq does, and in a training step what the method needs."""
+        more = self._summed() if len(sums) > 1 else []  # a validation's batch has its size alone
+        outputs, found = super()._aggregate_logging_outputs(logging_outputs, *sums, *more, ignore=ignore)
+        if more:
+            self._take_sums(found[0], *found[len(sums) :])
+        return outputs, found[: len(sums)]
+
+    def _summed(self) -> list[FairseqObject]:
+        """Returns what is added up over the ranks after a step's last backward pass."""
+        return [self._drawn]
+
+    def _take_sums(self, sample_size: FairseqObject, drawn: FairseqObject, *others: FairseqObject) -> None:
+        """Takes the sums of :meth:`_summed`, and the step's sample size."""
+        self._drawn = float(drawn)
+
     # Checkpoints
+
+    def consolidate_optimizer(self) -> None:
+        """Fetches the server's state on all ranks of worker 0, of which one saves it."""
+        if self.session.context.island_size > 1 and self.session.context.worker == 0 and not self._in_train_step:
+            self.fetch_server_state()
+        super().consolidate_optimizer()
+
+    def save_checkpoint(self, filename: str, extra_state: StateDict) -> str | None:
+        """Saves as fairseq does; but not crash.pt from amid a step, in which the ranks could not fetch the state
+        together."""
+        if self._in_train_step and self.session.context.island_size > 1:
+            return None
+        saved: str | None = super().save_checkpoint(filename, extra_state)
+        return saved
 
     def trainable_parameters(self) -> list[tuple[str, Parameter]]:
         """Returns the parameters that this worker exchanges, with their names.
@@ -162,7 +214,7 @@ class AsynchronousTrainer(Trainer, ABC):
         """
         for module in (self.model, self.criterion):
             check_memory(module)
-        named = trainable_parameters(self.model, self.criterion)
+        named = trainable_parameters(self._model, self._criterion)
         self._exchanged = {id(parameter) for _, parameter in named}
         return named
 
@@ -190,13 +242,15 @@ class AsynchronousTrainer(Trainer, ABC):
         given = self.cfg.checkpoint
         tunes = filename == given.finetune_from_model  # else it is a checkpoint of the tuning itself
         keeps_positions = not (given.reset_dataloader or tunes or self.session.spec.shards)
+        if running and self.session.client.on_any_rank(extra_state is None):
+            return None  # not even where this rank could read it
         if extra_state is not None and keeps_positions and not running:
-            check_workers(extra_state, self.session.context.workers, filename)
+            check_workers(extra_state, self.session.context.ranks, filename)
         return extra_state
 
     def state_dict(self) -> StateDict:
         """Returns fairseq's checkpoint with the number of workers, in types that torch.load trusts."""
-        return make_plain(super().state_dict(), self.session.given, self.session.context.workers)
+        return make_plain(super().state_dict(), self.session.given, self.session.context.ranks)
 
     def resume_data(self, extra_state: StateDict | None, position: StateDict | None) -> StateDict | None:
         """Returns a checkpoint's extra state, with this worker's position in the data.

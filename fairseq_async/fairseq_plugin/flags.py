@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from fairseq_async.errors import ConfigurationError, fail
 from fairseq_async.fairseq_plugin import refused
 from fairseq_async.method import global_server, option_flags
+from fairseq_async.method.option_checks import check_ranks
 from fairseq_async.method.option_flags import INNER_OPTIMIZER
 from fairseq_async.method.spec import OPTIMIZER_OVERRIDES, JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.options.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, ServerOptions
@@ -29,7 +30,10 @@ def add_server_method(parser: ArgumentParser, method: str) -> None:
     devices = torch.cuda.device_count()
     if devices:
         parser.set_defaults(device_id=refused.device_of_rank(devices))
-    _inner_class(method, refused.check_processes(INNER_OPTIMIZER.default)).add_args(parser)
+    inner, ranks = refused.enter_worker(INNER_OPTIMIZER.default)
+    if ranks > 1:
+        _set_up_ranks(parser, legacy=False)
+    _inner_class(method, inner).add_args(parser)
 
 
 def add_synchronous_method(parser: ArgumentParser, method: str, legacy: bool) -> None:
@@ -39,11 +43,17 @@ def add_synchronous_method(parser: ArgumentParser, method: str, legacy: bool) ->
         legacy: the optimizer reduces the gradients; with ``--ddp-backend legacy_ddp`` fairseq asks it to.
     """
     _add(parser, method)
+    devices = _set_up_ranks(parser, legacy)
+    _inner_class(method, refused.check_ranks(INNER_OPTIMIZER.default, devices)).add_args(parser)
+
+
+def _set_up_ranks(parser: ArgumentParser, legacy: bool) -> int:
+    """Sets the defaults that started ranks need; returns the number of GPUs that this one sees and is to use."""
     devices = 0 if "--cpu" in sys.argv else torch.cuda.device_count()
     if legacy or not devices:  # torch's DistributedDataParallel, as fairseq calls it, is for GPUs
         parser.set_defaults(ddp_backend=refused.LEGACY[0])
     parser.set_defaults(**refused.started_ranks(devices))
-    _inner_class(method, refused.check_ranks(INNER_OPTIMIZER.default, devices)).add_args(parser)
+    return devices
 
 
 def _add(parser: ArgumentParser, method: str) -> None:
@@ -137,6 +147,7 @@ def describe_local_sgd(args: Namespace, cfg: DictConfig, workers: int) -> Method
     refused.check_asynchronous(args, cfg)
     refused.check_local_schedule(args, workers)
     refused.check_local_precision(cfg)
+    check_ranks(local_sgd_options(args, cfg), cfg.distributed_training.distributed_world_size, "--optimizer local_sgd")
     framework: JsonObject = {
         "inner_optimizer": args.inner_optimizer,
         "update_freq": list(cfg.optimization.update_freq),

@@ -19,7 +19,6 @@ from torch.nn import Parameter
 
 from fairseq_async.fairseq_plugin import flags
 from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, AsynchronousTrainer
-from fairseq_async.fairseq_plugin.compat.batches import real_batches
 from fairseq_async.fairseq_plugin.compat.checkpoints import of_another_optimizer
 from fairseq_async.fairseq_plugin.compat.precision import finite_norm, loss_scaler, overflows
 from fairseq_async.fairseq_plugin.compat.remote_optimizer import RemoteOptimizer, clip_error, step_error
@@ -31,6 +30,7 @@ from fairseq_async.server.plan import whole_steps
 from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.loop import WorkerLoop
+from fairseq_async.worker.start.context import WorkerContext
 
 _NO_TOKENS = 1e-9  # weight of batches without a target token: they move no mean, and alone they step as in fairseq
 
@@ -47,12 +47,13 @@ class HybridAsync(FairseqOptimizer):
         scaler: the dynamic loss scale of an fp16 model.
         barrier: whether the server answers only when the step is taken.
         changes_gradients: whether the task may change gradients after fairseq has clipped them.
+        context: which rank of which worker this is.
 
     Attributes:
         worker: the worker side of the method, which has the parameters and exchanges them.
         report: the data about the next update that goes to ``events.jsonl``.
         dummy: whether the present batch is a dummy, which only fills up an epoch.
-        tokens: what the criterion says that the batches of this step have.
+        tokens, losses: what the criterion says that the batches of this step have; or their sums over the ranks.
         restored: a checkpoint's state, with the server's in it, until this worker joins.
     """
 
@@ -64,14 +65,17 @@ class HybridAsync(FairseqOptimizer):
         scaler: DynamicLossScaler | None,
         barrier: bool,
         changes_gradients: bool = False,
+        context: WorkerContext = WorkerContext(),  # noqa: B008  it is frozen
     ) -> None:
         super().__init__(cfg)
         self.scaler, self.barrier = scaler, barrier
         # FP16Optimizer, which steps fp32 masters without this method, has zeros for missing gradients
         zeros = scaler is not None or any(p.dtype is torch.bfloat16 for _, p in named)
-        self.worker = HybridWorker(client, named, zeros)
+        self.worker, self._ranks = HybridWorker(client, named, zeros, context.rank == 0), context.island_size
         self._clips, self._changes_gradients = cfg.clip_norm > 0, changes_gradients
-        self._scales_into_slot = all(p.is_cpu and p.dtype is torch.float32 for _, p in named)
+        self._scales_into_slot = context.island_size == 1 and all(
+            p.is_cpu and p.dtype is torch.float32 for _, p in named
+        )
         self._optimizer = RemoteOptimizer([p for _, p in named], cfg.lr[0], self._exchange)
         self.report = Report()
         self.dummy = False
@@ -85,7 +89,7 @@ class HybridAsync(FairseqOptimizer):
         flags.add_server_method(parser, "hybrid_async")
         attach(sys.modules)
 
-    # What fairseq's trainer calls in one step, in its order. In a world of one, it reduces nothing in between.
+    # What fairseq's trainer calls in one step, in its order. Ranks of a worker reduce before multiply_grads.
 
     def zero_grad(self) -> None:
         """Clears the gradients, and begins a step."""
@@ -94,18 +98,18 @@ class HybridAsync(FairseqOptimizer):
 
     def backward(self, loss: Tensor) -> None:
         """Computes the gradients of one batch; called once for each batch of the step."""
-        self._losses.append(loss.detach())  # read when the step is over: a GPU would be waited for
+        self.losses.append(loss.detach())  # read when the step is over: a GPU would be waited for
         super().backward(loss if self.scaler is None else self.scaler.scale(loss))
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """Multiplies the gradients by ``c``, which is 1 / tokens; the update's weight is these tokens.
+        """Multiplies the gradients by ``c``, which is ranks / tokens; the update's weight is these tokens.
 
         Gradients in half precision, or on a GPU, are multiplied on their way into the slot, in fp32. A task may
         multiply them too: the last call before fairseq clips is the trainer's.
         """
         if self._norm is None:
             no_tokens = self.tokens and not any(map(float, self.tokens))  # fairseq divides by 1 then
-            weight = 1.0 / float(c)
+            weight = self._ranks / float(c)
             self._weight = 0.0 if self.dummy else _NO_TOKENS if no_tokens else round(weight, 9) or weight
         if self._scales_into_slot:
             return self.worker.scale_into_slot(float(c))
@@ -134,8 +138,7 @@ class HybridAsync(FairseqOptimizer):
 
         Raises:
             ConfigurationError: the task does what the server would not take over.
-            RefusedError: the last updates had NaN or Inf.
-            ExchangeError: the server is gone; this update may be lost.
+            AsyncError: the last updates had NaN or Inf; or the server is gone, and this update may be lost.
         """
         if scale != 1.0:
             self.multiply_grads(1.0 / scale)
@@ -221,7 +224,7 @@ class HybridAsync(FairseqOptimizer):
         self._factor = 1.0 if self.scaler is None else 1.0 / float(self.scaler.loss_scale)
         self._weight, self._skip = 0.0, False
         self._norm = None
-        self._losses: list[Tensor] = []
+        self.losses: list[Tensor] = []
         self.tokens: list[float | Tensor] = []
 
     @property
@@ -234,7 +237,7 @@ class HybridAsync(FairseqOptimizer):
 
     def _mean_loss(self) -> float:
         """Returns the step's loss in nats per target token, as the criterion computes it; fairseq's log has bits."""
-        total = reduce(add, map(float, self._losses), 0.0)
+        total = reduce(add, map(float, self.losses), 0.0)
         return total / self._weight if self._weight > _NO_TOKENS else 0.0
 
 
@@ -267,6 +270,7 @@ class HybridTrainer(AsynchronousTrainer):
             loss_scaler(self.cfg) if self.cfg.common.fp16 else None,
             self.session.spec.full_rounds,
             type(self.task).optimizer_step is not FairseqTask.optimizer_step,
+            self.session.context,
         )
         self._lr_scheduler = RemoteSchedule(None, self._optimizer)
         self._criterion.register_forward_hook(self._note_tokens)
@@ -303,10 +307,16 @@ class HybridTrainer(AsynchronousTrainer):
             self.worker.check_unchanged()
             self._server_state = None
             self.worker.start()
-        real = real_batches(samples)
-        self.optimizer.report = Report(self._iterator.state_dict(), self.fraction_of_epoch(real))
         self.loop.begin_step()
-        return super().train_step(real or samples[:1], raise_oom)
+        return super().train_step(samples, raise_oom)
+
+    def _summed(self) -> list[FairseqObject]:
+        return [*super()._summed(), reduce(add, self.optimizer.losses, torch.zeros((), device=self.device))]
+
+    def _take_sums(self, sample_size: FairseqObject, drawn: FairseqObject, *others: FairseqObject) -> None:
+        super()._take_sums(sample_size, drawn)
+        self.optimizer.tokens, self.optimizer.losses = [float(sample_size)], [*others]
+        self.optimizer.dummy = not self._drawn
 
     def cumulative_training_time(self) -> float:
         """Returns the time by which --stop-time-hours ends training; 0 while a step's batches are drawn."""
@@ -329,6 +339,7 @@ class HybridTrainer(AsynchronousTrainer):
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
         """Returns the gradient's norm. Just before the push, a slowed-down worker waits here: its gradient gets old."""
         norm: Tensor = super().clip_grad_norm(clip_norm)
+        self.optimizer.report = Report(self._iterator.state_dict(), self.fraction_of_epoch())
         self.loop.slowed_down()
         return norm
 

@@ -20,7 +20,6 @@ from torch.nn import Parameter
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import flags
 from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, AsynchronousTrainer
-from fairseq_async.fairseq_plugin.compat.batches import real_batches
 from fairseq_async.fairseq_plugin.compat.checkpoints import of_another_optimizer
 from fairseq_async.fairseq_plugin.compat.optimizers import betas_as_strings
 from fairseq_async.fairseq_plugin.compat.precision import (
@@ -54,13 +53,17 @@ class LocalSGDFlags(FairseqOptimizer):
         attach(sys.modules)
 
 
-def replica_of(named: list[tuple[str, Parameter]], optimizer: FairseqOptimizer) -> Replica:
-    """Returns the parameters that fairseq's optimizer steps: its fp32 masters if it has any, else the model's own."""
+def replica_of(named: list[tuple[str, Parameter]], optimizer: FairseqOptimizer, is_writer: bool) -> Replica:
+    """Returns the parameters that fairseq's optimizer steps: its fp32 masters if it has any, else the model's own.
+
+    Args:
+        is_writer: whether this rank writes them for all of its worker, which have the same ones.
+    """
     masters = fp32_masters(optimizer)
     if masters is None:
-        return TensorReplica(named)
+        return TensorReplica(named, is_writer)
     parts = [master.data.view(-1).narrow(0, start, parameter.numel()) for parameter, master, start in masters]
-    return MasterReplica(named, [(0, part) for part in parts])
+    return MasterReplica(named, [(0, part) for part in parts], is_writer)
 
 
 class LocalSGDTrainer(AsynchronousTrainer):
@@ -123,7 +126,9 @@ class LocalSGDTrainer(AsynchronousTrainer):
 
     def _replica(self, optimizer: FairseqOptimizer) -> Replica:
         options = flags.local_sgd_options(self.session.arguments, self.cfg)
-        return with_buffers(replica_of(self.trainable_parameters(), optimizer), self.model, options)
+        is_writer = self.session.context.rank == 0
+        replica = replica_of(self.trainable_parameters(), optimizer, is_writer)
+        return with_buffers(replica, self._model, options, is_writer)
 
     def _initialise(self, extra_state: StateDict | None, reset_optimizer: bool) -> Welcome:
         state = None if reset_optimizer else (extra_state or {}).get("async_server")
@@ -164,9 +169,8 @@ class LocalSGDTrainer(AsynchronousTrainer):
         self._restore_own_parameters()
         self.loop.begin_step()
         self._in_step, self._overflow = True, False
-        self._batches = real_batches(samples)
         try:
-            return super().train_step(self._batches or samples[:1], raise_oom)
+            return super().train_step(samples, raise_oom)
         finally:
             self._in_step = False
 
@@ -228,7 +232,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
     def _end_step(self, loss: float, tokens: float) -> None:
         """Counts a local step, of which the loss is in nats per token, and sets the progress after it."""
         self._in_step = False
-        self.worker.epochs += self.fraction_of_epoch(self._batches)
+        self.worker.epochs += self.fraction_of_epoch()
         self.worker.tokens += tokens
         self.worker.step(time.perf_counter() - self.loop.began, loss, self._iterator.state_dict())
         self.set_num_updates(int(self._num_updates))

@@ -8,8 +8,11 @@ from fairseq.optim.lr_scheduler import LR_SCHEDULER_REGISTRY
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from omegaconf import DictConfig
 
+from fairseq_async.environment import RANKS, WORKER
 from fairseq_async.errors import ConfigurationError, fail
 from fairseq_async.fairseq_plugin.shards import directories_of
+from fairseq_async.worker.start.process import errors_in_one_line
+from fairseq_async.worker.start.world import enter_world
 
 LEGACY = ("legacy_ddp", "no_c10d")
 _WAITING_BACKENDS = {"fully_sharded", "slowmo"}
@@ -17,21 +20,30 @@ _NEEDS_GPU = "fairseq needs a GPU for it; use --bf16, or leave it out"
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def check_processes(default: str) -> str:
-    """Ends this process with one line if fairseq would start processes itself; returns the inner optimizer's name.
+def enter_worker(default: str) -> tuple[str, int]:
+    """Returns the inner optimizer's name, and the number of this worker's ranks, which are its world from now on.
 
-    These flags are parsed here, since fairseq asks for a component's flags before it has parsed any, and decides on its
+    Ends this process with one line if nobody has started these ranks, as where fairseq would start them itself. These
+    flags are parsed here, since fairseq asks for a component's flags before it has parsed any, and decides on its
     processes soon after.
     """
     given = _given(default, world_size=max(1, torch.cuda.device_count()))
     if given.distributed_init_method is not None:
         fail("--distributed-init-method: is for processes that wait for each other; leave it out")
-    if given.distributed_world_size != 1:
+    ranks = given.distributed_world_size
+    divides = (
+        RANKS in os.environ or _launched() and WORKER not in os.environ and not int(os.environ["WORLD_SIZE"]) % ranks
+    )
+    if ranks != 1 and not divides:
         fail(
-            f"--distributed-world-size is {given.distributed_world_size}: workers would wait for each other; "
-            "give --distributed-world-size 1 and start several workers with fairseq-async launch or torchrun"
+            f"--distributed-world-size is {ranks}: that many ranks of this worker were not started; give "
+            f"--distributed-world-size 1, or start them with fairseq-async launch --ranks-per-worker {ranks}, or a "
+            "multiple of them with torchrun"
         )
-    return str(given.inner_optimizer)
+    if ranks != 1:
+        with errors_in_one_line():
+            enter_world(ranks)
+    return str(given.inner_optimizer), ranks
 
 
 def check_ranks(default: str, devices: int) -> str:
@@ -85,6 +97,7 @@ def check_asynchronous(args: Namespace, cfg: DictConfig) -> None:
         ConfigurationError: there is such a flag; names it.
     """
     common, frequency = cfg.common, min(cfg.optimization.update_freq)
+    several = cfg.distributed_training.distributed_world_size > 1
     more = {
         "--store-ema": cfg.ema.store_ema,
         "--quantization-config-path": common.quantization_config_path is not None,
@@ -92,6 +105,9 @@ def check_asynchronous(args: Namespace, cfg: DictConfig) -> None:
         # sets weights to 0
         "--quant-noise-pq": args.optimizer == "hybrid_async" and getattr(args, "quant_noise_pq", 0) > 0,
         "--lr-scheduler pass_through": getattr(args, "lr_scheduler", None) == "pass_through",
+        "--record, in workers of several ranks": several and args.record,
+        "--shares auto, in workers of several ranks": several and getattr(args, "hybrid_async_shares", "") == "auto",
+        "--shards, in workers of several ranks": several and getattr(args, "local_sgd_shards", 0),
     }
     _refuse_flags(args, cfg, more)
     _refuse((frequency < 1, f"--update-freq {frequency}: a step needs a batch; give 1 or more"))

@@ -16,7 +16,11 @@ from fairseq.trainer import Trainer
 from fairseq_async.errors import AsyncError, ConfigurationError, fail
 from fairseq_async.fairseq_plugin import flags
 from fairseq_async.fairseq_plugin.command_line import write_command
-from fairseq_async.fairseq_plugin.compat.checkpoints import leave_directory_check_to_worker_0, plain_config
+from fairseq_async.fairseq_plugin.compat.checkpoints import (
+    leave_directory_check_to_worker_0,
+    load_on_every_rank,
+    plain_config,
+)
 from fairseq_async.fairseq_plugin.compat.precision import convert_without_tpu
 from fairseq_async.fairseq_plugin.compat.shutdown import leave_process_group
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
@@ -26,7 +30,8 @@ from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol.notices import ENDED
 from fairseq_async.worker.server_state import fetch_state
 from fairseq_async.worker.start.context import WorkerContext
-from fairseq_async.worker.start.process import end_process, last_word
+from fairseq_async.worker.start.process import last_word
+from fairseq_async.worker.start.world import connect_rank, entered_world
 
 _COMMAND = "fairseq_cli.train"
 _RANK_0_FIRST = 5.0  # seconds for which another rank keeps back an error that rank 0 may print as well
@@ -71,6 +76,10 @@ class Main:
                 self.module.Trainer = trainer  # type: ignore[attr-defined]
                 self.main(cfg, **kwargs)
         except AsyncError as error:
+            if cfg.distributed_training.distributed_rank:
+                # All ranks raise the same error. A launcher ends this process when rank 0 has ended, so that the error
+                # is printed once.
+                time.sleep(_RANK_0_FIRST)
             fail(error)
         except KeyboardInterrupt:
             sys.stderr.write("fairseq-async: interrupted\n")
@@ -111,15 +120,8 @@ def _asynchronous_run(method: AsynchronousMethod, cfg: FairseqConfig) -> Iterato
 
 @contextmanager
 def _synchronous_run(method: SynchronousMethod, cfg: FairseqConfig) -> Iterator[_TrainerClass]:
-    try:
-        method.check(cfg)
-        yield method.trainer
-    except AsyncError:
-        if cfg.distributed_training.distributed_rank:
-            # All ranks raise the same error. A launcher ends this process when rank 0 has ended, so that the error is
-            # printed once.
-            time.sleep(_RANK_0_FIRST)
-        raise
+    method.check(cfg)
+    yield method.trainer
     leave_process_group()
 
 
@@ -140,12 +142,13 @@ class WorkerSession:
         self.arguments: Namespace = cfg.optimizer
         self.given = plain_config(cfg)
         self.run_dir = Path(self.arguments.run_dir or cfg.checkpoint.save_dir)
-        context = WorkerContext.find()
+        context = entered_world() or WorkerContext.find()
         if not context.joins:  # a worker that joins does not know yet how many workers there are
             method.describe(self.arguments, cfg, context.workers)  # mistakes show before a server is started
         options = flags.server_options(self.arguments)
-        self.context, self.client, self._server = context.connect(
-            method.server(self.arguments), options, self.run_dir, end_process, resumes=_resumes(cfg)
+        device = "cuda" if torch.cuda.is_available() and not cfg.common.cpu else "cpu"
+        self.context, self.client, self._server = connect_rank(
+            context, method.server(self.arguments), options, self.run_dir, device, resumes=_resumes(cfg)
         )
         self._ended = False
         self.spec: MethodSpec = method.describe(self.arguments, cfg, self.context.workers)
@@ -158,11 +161,13 @@ class WorkerSession:
         return fetch_state(self.client, self.run_dir)
 
     def end(self) -> None:
-        """Leaves the run after fairseq's ``main`` has returned.
+        """Leaves the run after fairseq's ``main`` has returned. All ranks call it.
 
         When worker 0 leaves, the run ends for all workers: worker 0 alone sees fairseq's limits and ``--patience``.
         """
         self.client.leave(finished=self.context.worker == 0)
+        if self.context.island_size > 1:
+            leave_process_group()
         if self._server is not None:
             self._server.outlast_workers()
         self._ended = True
@@ -177,6 +182,8 @@ class WorkerSession:
         if torch.cuda.is_available() and not cfg.common.cpu:
             torch.cuda.set_device(self.context.local_rank % torch.cuda.device_count())
         leave_to_server(cfg, self.spec)
+        if self.context.island_size > 1:
+            load_on_every_rank(cfg)
         if self.context.worker > 0:
             self._leave_to_worker_0(cfg)
 

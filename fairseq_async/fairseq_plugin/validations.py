@@ -29,7 +29,7 @@ def note_validation(
         raise ConfigurationError(f"--best-checkpoint-metric {wanted}: a validation has {', '.join(stats)}")
     found = get_valid_stats(cfg, trainer, stats, tracking_best)
     session = getattr(trainer, "session", None)  # a synchronous run has none
-    if session is not None and tracking_best:
+    if session is not None and session.context.rank == 0 and tracking_best:
         names = (wanted, *_SCORES)
         metric = next((name for name in names if name != "loss" and name in found), None)
         score = None if metric is None else float(found[metric])

@@ -39,6 +39,7 @@ class Launcher:
         host: the address on which the server listens.
         token_file: file with the run's token, for workers that join from other machines; None makes a new token.
         tls: directory of the certificates with which connections are encrypted; None for none.
+        ranks: number of ranks of each worker.
 
     Raises:
         ConfigurationError: the token or the certificates cannot be read.
@@ -54,6 +55,7 @@ class Launcher:
         host: str = LOOPBACK,
         token_file: Path | None = None,
         tls: Path | None = None,
+        ranks: int = 1,
     ) -> None:
         if tls is not None:
             worker_context(tls)
@@ -62,7 +64,7 @@ class Launcher:
         self.host, self.token_file = host, token_file
         self.token = read_token(token_file) if token_file else new_token()
         self.command, self.max_restarts, self.port = command, max_restarts, port
-        self.processes = Processes(command, workers)
+        self.processes = Processes(command, workers, ranks)
         self.run_dir = command.run_dir
         self.server: ServerProcess | None = None
         self._created = CreatedFiles(self.run_dir)

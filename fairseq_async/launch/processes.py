@@ -10,18 +10,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 
 from fairseq_async.errors import USER_ERROR, AsyncError
 from fairseq_async.exchange.linux import environment
-from fairseq_async.launch.command.programs import executing
+from fairseq_async.launch.command.programs import executing, of_ranks
 from fairseq_async.launch.error_lines import last_words
 from fairseq_async.launch.output import Output
 from fairseq_async.worker.start.server_process import manner
 
 _ENDING = 5.0  # seconds between SIGTERM and SIGKILL
+_Device = TypeVar("_Device", int, str)
 
 
 class Command(Protocol):
@@ -75,10 +76,11 @@ class Processes:
 
     Args:
         count: number of workers.
+        ranks: number of ranks of each, which live and die together; each has a GPU or a core.
     """
 
-    def __init__(self, command: Command, count: int) -> None:
-        self.command = command
+    def __init__(self, command: Command, count: int, ranks: int = 1) -> None:
+        self.command, self._ranks = command, ranks
         self.workers = [Worker(number, _log(command.run_dir, number)) for number in range(count)]
 
     def start(self, worker: Worker, address: str | None, variables: dict[str, str]) -> None:
@@ -88,12 +90,12 @@ class Processes:
         Raises:
             ConfigurationError: the command cannot be executed.
         """
-        line = self.command.line(address)
+        line = of_ranks(self.command.line(address), self._ranks)
         with executing(line[0]):
             worker.process = worker.output.of(line, worker.log, os.environ | self._environment(worker) | variables)
         if not self.on_gpu:
             cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(worker.process.pid, {cores[worker.id % len(cores)]})
+            os.sched_setaffinity(worker.process.pid, self._own(worker, cores))
 
     def move_logs(self, run_dir: Path, move: Callable[[Path, Path], object] = os.replace) -> None:
         """Moves the logs, which may still be written to, to the run's directory; replaces those of an earlier run.
@@ -171,8 +173,13 @@ class Processes:
         if self.on_gpu and not self.command.synchronous:  # ranks see all GPUs, and take theirs by their numbers
             given = os.environ.get("CUDA_VISIBLE_DEVICES")
             devices = given.split(",") if given else [str(d) for d in range(torch.cuda.device_count())]
-            variables["CUDA_VISIBLE_DEVICES"] = devices[worker.id % len(devices)]
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._own(worker, devices))
         return variables
+
+    def _own(self, worker: Worker, devices: Sequence[_Device]) -> Sequence[_Device]:
+        """Returns the cores or GPUs of a worker: one for each of its ranks."""
+        first = worker.id * self._ranks
+        return list(dict.fromkeys(devices[number % len(devices)] for number in range(first, first + self._ranks)))
 
 
 def _log(run_dir: Path, worker: int) -> Path:

@@ -22,6 +22,7 @@ class Launch:
     """
 
     workers: int
+    ranks: int
     slowdown: list[float]
     max_restarts: int
     port: int
@@ -58,7 +59,7 @@ def launch_fairseq(arguments: list[str], options: Launch) -> None:
     Raises:
         AsyncError: the command has a mistake, or the run failed.
     """
-    command = WorkerCommand(arguments, options.workers)
+    command = WorkerCommand(arguments, options.workers, ranks=options.ranks)
     if options.resume:
         raise ConfigurationError(
             "--resume is for scripts: leave it out; an interrupted fairseq-train continues without it"
@@ -105,4 +106,5 @@ def _launch(command: WorkerCommand | ScriptCommand, options: Launch) -> None:
         host=options.host,
         token_file=options.token_file,
         tls=options.tls,
+        ranks=options.ranks,
     ).run()

@@ -10,7 +10,7 @@ from typing import NoReturn
 from fairseq_async.environment import HOST, MEETING, WORKER, WORKERS
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.command.command import WorkerCommand
-from fairseq_async.launch.command.programs import executing, find_program, is_fairseq
+from fairseq_async.launch.command.programs import executing, find_program, is_fairseq, of_ranks
 from fairseq_async.options.addresses import LOOPBACK
 
 
@@ -127,33 +127,37 @@ class Task:
         host = LOOPBACK if alone else _host(environment.get(scheduler.machine, ""))
         return cls(scheduler, int(values[0]), int(values[1]), int(values[2]), job, host)
 
-    def environment(self, given: Mapping[str, str]) -> dict[str, str]:
+    def environment(self, given: Mapping[str, str], ranks: int = 1) -> dict[str, str]:
         """Returns the worker's environment, without the variables that would make a library see one group of ranks."""
         kept = {name: value for name, value in given.items() if name not in self.scheduler.own}
         devices = given["CUDA_VISIBLE_DEVICES"].split(",") if "CUDA_VISIBLE_DEVICES" in given else _devices()
-        if len(devices) > 1:
-            kept["CUDA_VISIBLE_DEVICES"] = devices[self.local_rank % len(devices)]
+        if len(devices) > ranks:
+            first = self.local_rank * ranks
+            kept["CUDA_VISIBLE_DEVICES"] = ",".join(devices[n % len(devices)] for n in range(first, first + ranks))
         variables = {WORKER: str(self.rank), WORKERS: str(self.size), MEETING: self.job, HOST: self.host}
         return {"OMP_NUM_THREADS": "1"} | kept | variables | {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def become_worker(arguments: list[str]) -> NoReturn:
+def become_worker(arguments: list[str], ranks: int) -> NoReturn:
     """Replaces this process by the worker's command; worker 0 will start the server, and write its address to a file
     in the run's directory for the others.
+
+    Args:
+        ranks: number of the worker's ranks, all of which this task starts.
 
     Raises:
         ConfigurationError: no scheduler has started this process, or the command cannot be run.
     """
     task = Task.find(os.environ)
-    line = _line(arguments, task.size)
+    line = of_ranks(_line(arguments, task.size, ranks), ranks)
     with executing(line[0]):
-        os.execve(line[0], line, task.environment(os.environ))
+        os.execve(line[0], line, task.environment(os.environ, ranks))
 
 
-def _line(arguments: list[str], workers: int) -> list[str]:
+def _line(arguments: list[str], workers: int, ranks: int) -> list[str]:
     if not is_fairseq(arguments):
         return [find_program(arguments[0]), *arguments[1:]]
-    command = WorkerCommand(arguments, workers, starts_server=True)
+    command = WorkerCommand(arguments, workers, starts_server=True, ranks=ranks)
     if command.synchronous:
         raise ConfigurationError(
             "worker: the ranks of a synchronous method find each other by themselves; leave fairseq-async worker out"

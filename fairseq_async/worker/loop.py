@@ -30,7 +30,7 @@ class WorkerLoop:
     """
 
     def __init__(self, worker: AsyncWorker, context: WorkerContext) -> None:
-        self.worker, self._slowdown = worker, context.slowdown
+        self.worker, self._slowdown, self._brings = worker, context.slowdown, context.rank == 0
         self.began = 0.0
         self._left_out = Refusals(context.worker, MOST_LEFT_OUT, "local step", "left out")
         self.state: State | None = None
@@ -47,8 +47,8 @@ class WorkerLoop:
         return welcome
 
     def bring(self, state: State | Path | None, run_dir: Path, from_checkpoint: bool = False) -> Welcome:
-        """Gives a new server a whole state, or for None worker 0's parameters."""
-        with state_file(state, run_dir) as path:
+        """Gives a new server a whole state, that of rank 0, or for None worker 0's parameters."""
+        with state_file(state if self._brings else None, run_dir) as path:
             return self.worker.bring_parameters(path, from_checkpoint)
 
     # Steps

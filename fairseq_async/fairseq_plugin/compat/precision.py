@@ -78,10 +78,10 @@ def fp32_masters(optimizer: FairseqOptimizer) -> list[tuple[Parameter, Tensor, i
 
 def loss_scaler(cfg: FairseqConfig) -> DynamicLossScaler:
     """Makes the loss scaler of an fp16 model as fairseq does, which makes one only inside its own FP16Optimizer."""
-    common = cfg.common
+    common, ranks = cfg.common, cfg.distributed_training.distributed_world_size
     return DynamicLossScaler(
         init_scale=common.fp16_init_scale,
-        scale_window=common.fp16_scale_window or int(2**14 / cfg.optimization.update_freq[0]),
+        scale_window=common.fp16_scale_window or int(2**14 / ranks / cfg.optimization.update_freq[0]),
         tolerance=common.fp16_scale_tolerance,
         threshold=common.threshold_loss_scale,
         min_loss_scale=common.min_loss_scale,

@@ -1,4 +1,5 @@
-"""Clean ends of processes: stops what fairseq leaves running, which can abort a process after its work is done."""
+"""fairseq's process group: DistributedDataParallel on the CPU, and clean ends of processes, which what fairseq leaves
+running can abort after their work is done."""
 
 import gc
 import queue
@@ -8,6 +9,11 @@ import time
 
 import torch.distributed as dist
 from fairseq.data.iterators import BackgroundConsumer
+from fairseq.distributed import ModuleProxyWrapper
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from fairseq_async.fairseq_plugin.compat.types import FairseqConfig
 
 _SECONDS = 10.0  # for a batch that is being prepared
 
@@ -29,6 +35,13 @@ def end_prefetching() -> None:
                 consumer._queue.get(timeout=0.05)  # it may be waiting for room
             except queue.Empty:
                 pass
+
+
+def ddp_on_cpu(cfg: FairseqConfig, model: Module, group: dist.ProcessGroup) -> Module:
+    """Wraps a model as fairseq's ``--ddp-backend pytorch_ddp`` does, which itself wants a GPU for it."""
+    names = ("broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view")
+    given = {name: getattr(cfg, name) for name in names}
+    return ModuleProxyWrapper(DistributedDataParallel(model, process_group=group, **given))
 
 
 def leave_process_group() -> None:

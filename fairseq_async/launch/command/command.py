@@ -42,6 +42,7 @@ class WorkerCommand:
     Args:
         workers: number of workers that will run it; None where that is not known.
         starts_server: worker 0 starts the server, so that ``--server`` may give its address.
+        ranks: number of ranks of each worker.
 
     Attributes:
         synchronous: whether the workers are the ranks of one data-parallel group, without a server.
@@ -60,7 +61,9 @@ class WorkerCommand:
 
     rendezvous = None  # not needed: the command says which server to start
 
-    def __init__(self, arguments: list[str], workers: int | None = None, starts_server: bool = False) -> None:
+    def __init__(
+        self, arguments: list[str], workers: int | None = None, starts_server: bool = False, ranks: int = 1
+    ) -> None:
         self.name = arguments[0]
         self.program, self.given = find_program(arguments[0]), arguments
         self.arguments = arguments[1:]
@@ -86,7 +89,13 @@ class WorkerCommand:
         self.resumes = not any(flag.partition("=")[0] in _BEGINS_ANEW for flag in self.arguments)
         self._optimizer = given.optimizer
         self._has_user_dir = given.user_dir is not None
-        self._has_world_size = given.distributed_world_size is not None
+        self._ranks, world = str(ranks), given.distributed_world_size
+        if not self.synchronous and world not in (None, self._ranks):
+            raise ConfigurationError(
+                f"--distributed-world-size {world}: a worker has {ranks} of --ranks-per-worker; give "
+                f"--ranks-per-worker {world}, or leave both out"
+            )
+        self._has_world_size = world is not None
 
     def check_inputs(self) -> None:
         """Checks the command's optimizer and data.
@@ -103,7 +112,7 @@ class WorkerCommand:
         if self.synchronous:
             return [self.program, *self.arguments, *added]
         if not self._has_world_size:
-            added += ["--distributed-world-size", "1"]
+            added += ["--distributed-world-size", self._ranks]
         return [self.program, *self.arguments, *added, *(["--server", address] if address else [])]
 
 

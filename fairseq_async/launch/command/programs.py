@@ -27,6 +27,12 @@ def find_program(program: str) -> str:
     return found
 
 
+def of_ranks(line: list[str], ranks: int) -> list[str]:
+    """Returns the command of a worker of several ranks, each of which runs ``line``."""
+    runs = str(Path(__file__).parents[2] / "server/programs/run_module.py")
+    return line if ranks == 1 else [sys.executable, runs, "fairseq_async.launch.ranks", str(ranks), *line]
+
+
 @contextmanager
 def executing(program: str) -> Iterator[None]:
     """Within it, a program is executed that :func:`find_program` has found.

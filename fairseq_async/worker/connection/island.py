@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from pydantic import TypeAdapter
@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 from fairseq_async.errors import ExchangeError
 from fairseq_async.exchange import SharedMemory, copy
 from fairseq_async.method.spec import MethodSpec
-from fairseq_async.protocol import Layout, Push, PushReply, Welcome, WorkReply
+from fairseq_async.protocol import Layout, Push, PushReply, ScheduleReply, Welcome, WorkReply
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.compressor import Compressor
 from fairseq_async.worker.connection.server_connection import JoinDetails
@@ -97,6 +97,11 @@ class IslandClient:
 
     def wait_for_work(self, for_end: bool = False) -> WorkReply:
         return self._broadcast_answer(lambda client: client.wait_for_work(for_end), WorkReply)
+
+    def schedule_event(
+        self, event: Literal["begin_epoch", "end_epoch"], epoch: int, loss: float | None = None
+    ) -> ScheduleReply:
+        return self._broadcast_answer(lambda client: client.schedule_event(event, epoch, loss), ScheduleReply)
 
     def on_any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on a rank of the island."""

@@ -12,7 +12,19 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from fairseq_async.environment import HOST, JOINS, MEETING, RENDEZVOUS, SERVER, SLOWDOWN, TLS, TOKEN, WORKER, WORKERS
+from fairseq_async.environment import (
+    HOST,
+    JOINS,
+    MEETING,
+    RANKS,
+    RENDEZVOUS,
+    SERVER,
+    SLOWDOWN,
+    TLS,
+    TOKEN,
+    WORKER,
+    WORKERS,
+)
 from fairseq_async.errors import USER_ERROR, AsyncError, ConfigurationError, ExchangeError, RefusedError, fail, option
 from fairseq_async.exchange.authentication import new_token, read_token
 from fairseq_async.exchange.linux import end_with_parent
@@ -70,8 +82,6 @@ class WorkerContext:
             ConfigurationError: the ranks do not divide into islands, or were started in a way that is not supported.
         """
         get = os.environ.get
-        if get(WORKER) == JOINS:
-            return cls(joins=True)
         if WORKER in os.environ:
             return cls._of_our_launcher(island_size)
         if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
@@ -83,21 +93,24 @@ class WorkerContext:
         if island_size > 1:
             raise ConfigurationError(
                 f"{option('island_size')} is {island_size}: no launcher has started this process; start the ranks of "
-                "islands with torchrun or deepspeed"
+                "islands with torchrun, deepspeed or fairseq-async launch --ranks-per-worker"
             )
         return cls()
 
     @classmethod
     def _of_our_launcher(cls, island_size: int) -> "WorkerContext":
-        if island_size > 1:
+        ranks, rank = int(os.environ.get(RANKS, "1")), int(os.environ["RANK"]) if RANKS in os.environ else 0
+        if island_size != ranks:
             raise ConfigurationError(
-                f"{option('island_size')} is {island_size}: the launcher starts single processes; start the ranks of "
-                "islands with torchrun or deepspeed"
+                f"the workers of this command have {island_size} ranks, and --ranks-per-worker is {ranks}: give "
+                f"--ranks-per-worker {island_size}, or this command {option('island_size')} {ranks}"
             )
+        if os.environ[WORKER] == JOINS:
+            return cls(joins=True)
         end_with_parent(signal.SIGTERM, os.getppid())  # without its launcher nobody restarts the server
         worker, workers = int(os.environ[WORKER]), int(os.environ[WORKERS])
         slowdown = _slowdown(worker, workers) if MEETING in os.environ else float(os.environ.get(SLOWDOWN, "1"))
-        return cls(worker, workers, worker, slowdown)
+        return cls(worker, workers, worker if ranks == 1 else rank, slowdown, rank, ranks)
 
     @classmethod
     def _of_torchrun(cls, island_size: int) -> "WorkerContext":
@@ -268,6 +281,11 @@ class WorkerContext:
         own(process)
         say(invitation(process.address, process.token_file.resolve(), own_command(), tls))
         return process
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of all workers, where each has as many as this one."""
+        return self.workers * self.island_size
 
     @property
     def global_rank(self) -> int:

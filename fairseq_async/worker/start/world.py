@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from fairseq_async.environment import RANKS
 from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.exchange.ports import free_port
 from fairseq_async.options.config import ServerOptions
@@ -37,6 +38,8 @@ def start_world(context: WorkerContext) -> None:
         ConfigurationError: the island is not on one machine.
         ExchangeError: rank 0 of the island did not tell its port.
     """
+    if RANKS in os.environ:  # our launcher has set them
+        return
     if context.has_store:
         store.open_store(context.global_rank)  # before its address, in the variables that are set below, is overwritten
     host, port = "127.0.0.1", free_port()
@@ -76,17 +79,25 @@ def entered_world() -> WorkerContext | None:
 
 
 def connect_rank(
-    context: WorkerContext, module: str, options: ServerOptions, run_dir: Path, device: torch.device | str
+    context: WorkerContext,
+    module: str,
+    options: ServerOptions,
+    run_dir: Path,
+    device: torch.device | str,
+    resumes: bool = False,
 ) -> tuple[WorkerContext, ServerConnection, ServerProcess | None]:
     """Connects a worker as :meth:`WorkerContext.connect` does, or one rank of it, of which rank 0 alone connects.
 
     Args:
         device: see :class:`~fairseq_async.worker.connection.island.IslandClient`.
+        resumes: see :meth:`WorkerContext.connect`.
     """
-    if context.rank > 0:
-        return context, IslandClient(None, context, device), None
-    context, client, server = context.connect(module, options, run_dir, end_process)
-    return context, (client if context.island_size == 1 else IslandClient(client, context, device)), server
+    client, server = None, None
+    if context.rank == 0:
+        context, client, server = context.connect(module, options, run_dir, end_process, resumes)
+        if context.island_size == 1:
+            return context, client, server
+    return context, IslandClient(client, context, device), server
 
 
 _entered: list[WorkerContext] = []
