@@ -44,6 +44,8 @@ def fairseq(patch: pytest.MonkeyPatch, method: str, column: str) -> None:
             patch.setenv(name, value)
         trainer = AdasumTrainer if method == "adasum" else AdaScaleTrainer
         return trainer.check(parsed(patch, "--optimizer", method, "--inner-optimizer", "sgd", *given))
+    patch.setattr(refused, "ranks_of_launcher", lambda: 2 if column == "islands" else 1)
+    patch.setattr(refused, "enter_world", lambda ranks: None)
     cfg = parsed(patch, "--optimizer", method, *given)
     describe = flags.describe_hybrid if method == "hybrid_async" else flags.describe_local_sgd
     describe(cfg.optimizer, cfg, 2)

@@ -10,7 +10,9 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.options.addresses import LOOPBACK
 
 _MAX_RESTARTS = 3
-_RANKS = typer.Option(metavar="N", min=1, help="Ranks of a worker, which train synchronously among themselves.")
+_RANKS = typer.Option(
+    metavar="N", help="Ranks of a worker, which train synchronously among themselves; 2,1 for workers of unequal size."
+)
 app = typer.Typer()
 
 
@@ -23,7 +25,7 @@ def launch(
         ),
     ],
     workers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of workers on this machine.")],
-    ranks_per_worker: Annotated[int, _RANKS] = 1,
+    ranks_per_worker: Annotated[str, _RANKS] = "1",
     slowdown: Annotated[
         str,
         typer.Option(
@@ -68,16 +70,16 @@ def launch(
     ] = False,
 ) -> None:
     """Train one job with several workers on this machine: fairseq-train, or a script that calls fairseq_async."""
-    from fairseq_async.launch.command.programs import is_fairseq  # start-up time
+    from fairseq_async.launch.command.programs import is_fairseq, numbers_of_ranks  # start-up time
     from fairseq_async.launch.start import Launch, launch_fairseq, launch_script
 
     restarts = _MAX_RESTARTS if max_restarts is None else max_restarts
     asynchronous = {"--slowdown": slowdown, "--max-restarts": max_restarts, "--host": host, "--token-file": token_file}
-    asynchronous |= {"--ranks-per-worker": None if ranks_per_worker == 1 else ranks_per_worker}
+    asynchronous |= {"--ranks-per-worker": None if ranks_per_worker == "1" else ranks_per_worker}
     given = [flag for flag, value in (asynchronous | {"--tls": tls}).items() if value not in (None, "")]
     options = Launch(
         workers=workers,
-        ranks=ranks_per_worker,
+        ranks=numbers_of_ranks(ranks_per_worker, workers),
         slowdown=_factors(slowdown),
         max_restarts=restarts,
         port=port,
@@ -185,7 +187,7 @@ def worker(
             metavar="-- COMMAND", help="fairseq-train or python SCRIPT, with its arguments.", show_default=False
         ),
     ],
-    ranks_per_worker: Annotated[int, _RANKS] = 1,
+    ranks_per_worker: Annotated[str, _RANKS] = "1",
 ) -> None:
     """Become one worker of a run whose workers srun, torchrun or mpirun starts, on one machine or several."""
     from fairseq_async.launch.task import become_worker  # start-up time

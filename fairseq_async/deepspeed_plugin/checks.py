@@ -117,11 +117,14 @@ def check_accumulation(config: dict[str, Any], name: str) -> None:
         )
 
 
-def worker_batch(config: dict[str, Any], workers: int, island_size: int, name: str) -> dict[str, Any]:
+def worker_batch(config: dict[str, Any], ranks: int, island_size: int, name: str) -> dict[str, Any]:
     """Returns the configuration of one worker, which has its share of "train_batch_size".
 
     "train_batch_size" means the samples of all workers' steps together, as in a synchronous run on as many ranks.
     DeepSpeed, to which the worker's island is the whole world, gets the worker's share.
+
+    Args:
+        ranks: of all workers; this one has ``island_size`` of them.
 
     Raises:
         ConfigurationError: a size is wrong or missing, or "train_batch_size" is not the product of the other keys, or
@@ -135,7 +138,6 @@ def worker_batch(config: dict[str, Any], workers: int, island_size: int, name: s
         raise ConfigurationError(f'{name}: the batch size is missing: give "train_micro_batch_size_per_gpu"')
     if batch is None:
         return config
-    ranks = workers * island_size
     divisor = ranks * (micro_batch or 1) * (accumulation or 1)
     if batch % divisor or (micro_batch and accumulation and batch != divisor):
         factors = f"{micro_batch or 'the micro batch'} · {accumulation or 'the accumulation'} · {ranks} ranks"
@@ -143,7 +145,7 @@ def worker_batch(config: dict[str, Any], workers: int, island_size: int, name: s
             f'{name}: "train_batch_size" is {batch}, the samples of all ranks in a step, and not {factors}; leave it '
             'out, and give "train_micro_batch_size_per_gpu" and "gradient_accumulation_steps"'
         )
-    return config | {"train_batch_size": batch // workers}
+    return config | {"train_batch_size": batch // ranks * island_size}
 
 
 def _autos(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -190,7 +190,7 @@ def _initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
 def _place(trainer: Trainer | None) -> Place | None:
     """Returns this rank's place among those of all workers."""
     context = entered_world()
-    return None if context is None else (context.workers * context.island_size, context.global_rank)
+    return None if context is None else (context.ranks, context.global_rank)
 
 
 def _plan_training(original: Callable[..., Plan], trainer: Trainer, *args: object) -> Plan:

@@ -54,6 +54,7 @@ from fairseq_async.deepspeed_plugin.schedules import Schedule
 from fairseq_async.errors import AsyncError, ConfigurationError, as_key, fail, spell_options
 from fairseq_async.method.global_server import local_sgd_server
 from fairseq_async.method.methods import MethodOptions
+from fairseq_async.method.option_checks import check_ranks
 from fairseq_async.method.spec import JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.options.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, Section
 from fairseq_async.pytorch.parameters import check_memory, note_untrained
@@ -279,10 +280,11 @@ def _initialize_asynchronous(
     if context is None:
         check_not_started()
         context = WorkerContext.find(section.island_size)
+    check_ranks(options, context.island_size, arguments.name)
     if not context.joins:  # a mistake is to show before anything starts
         sizes = sizes_of_shards(data, shards, context.workers, arguments.name)
         _describe(options, section, context, sizes, {})
-        checks.worker_batch(config, context.workers, context.island_size, arguments.name)
+        checks.worker_batch(config, context.ranks, context.island_size, arguments.name)
     module = local_sgd_server(options.upstream) if isinstance(options, LocalSGDOptions) else _HYBRID_SERVER
     device = get_accelerator().current_device_name()
     context, client, server = connect_rank(context, module, section, Path(section.run_dir), device)
@@ -311,7 +313,7 @@ def _make_worker_engine(
         start_world(context)
     _init_distributed()
     own = configuration.own_monitor(config, context.worker)
-    own = checks.worker_batch(own, context.workers, context.island_size, arguments.name)
+    own = checks.worker_batch(own, context.ranks, context.island_size, arguments.name)
     engine: AsyncEngine
     if isinstance(options, HybridOptions):
         made = arguments.make_engine(server_description.without_masters(server_description.without_schedule(own)))

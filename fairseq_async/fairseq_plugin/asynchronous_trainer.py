@@ -77,9 +77,8 @@ class AsynchronousTrainer(Trainer, ABC):
         Between two steps, the state is fetched only once, so that what was validated is what is saved.
         """
 
-    # fairseq's view of the group: each worker is a world of its own ranks; in a world of one, it makes no collective call.
-    # But fairseq also divides the data by the size of the world: while it does so, the world has all workers. Worker w of
-    # W has batches w, w + W, w + 2W, …, of which its ranks take one each in turn.
+    # fairseq's view of the group: each worker is a world of its own ranks; a world of one makes no collective call. But
+    # fairseq also divides the data by the size of the world: while it does so, the world has all workers' ranks.
 
     @property
     def data_parallel_world_size(self) -> int:
@@ -91,7 +90,7 @@ class AsynchronousTrainer(Trainer, ABC):
     def data_parallel_rank(self) -> int:
         """The number of this rank's part while the data is divided, else the rank; who joins shares a part."""
         context = self.session.context
-        return context.rank * context.workers + context.worker % context.workers if self._sharding else context.rank
+        return context.global_rank if self._sharding else context.rank
 
     @property
     def should_save_checkpoint_on_current_rank(self) -> bool:

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from fairseq_async.environment import RANKS, WORKER
 from fairseq_async.errors import ConfigurationError, fail
 from fairseq_async.fairseq_plugin.shards import directories_of
+from fairseq_async.worker.start.context import ranks_of_launcher
 from fairseq_async.worker.start.process import errors_in_one_line
 from fairseq_async.worker.start.world import enter_world
 
@@ -27,14 +28,13 @@ def enter_worker(default: str) -> tuple[str, int]:
     flags are parsed here, since fairseq asks for a component's flags before it has parsed any, and decides on its
     processes soon after.
     """
-    given = _given(default, world_size=max(1, torch.cuda.device_count()))
+    started = ranks_of_launcher()
+    given = _given(default, world_size=started if RANKS in os.environ else max(1, torch.cuda.device_count()))
     if given.distributed_init_method is not None:
         fail("--distributed-init-method: is for processes that wait for each other; leave it out")
     ranks = given.distributed_world_size
-    divides = (
-        RANKS in os.environ or _launched() and WORKER not in os.environ and not int(os.environ["WORLD_SIZE"]) % ranks
-    )
-    if ranks != 1 and not divides:
+    divides = WORKER not in os.environ and _launched() and int(os.environ["WORLD_SIZE"]) % ranks == 0
+    if ranks not in (1, started) and not divides:
         fail(
             f"--distributed-world-size is {ranks}: that many ranks of this worker were not started; give "
             f"--distributed-world-size 1, or start them with fairseq-async launch --ranks-per-worker {ranks}, or a "

@@ -55,7 +55,7 @@ class Launcher:
         host: str = LOOPBACK,
         token_file: Path | None = None,
         tls: Path | None = None,
-        ranks: int = 1,
+        ranks: Sequence[int] = (),
     ) -> None:
         if tls is not None:
             worker_context(tls)

@@ -76,11 +76,11 @@ class Processes:
 
     Args:
         count: number of workers.
-        ranks: number of ranks of each, which live and die together; each has a GPU or a core.
+        ranks: number of ranks of each, which live and die together; each rank has a GPU or a core.
     """
 
-    def __init__(self, command: Command, count: int, ranks: int = 1) -> None:
-        self.command, self._ranks = command, ranks
+    def __init__(self, command: Command, count: int, ranks: Sequence[int] = ()) -> None:
+        self.command, self._ranks = command, ranks or [1] * count
         self.workers = [Worker(number, _log(command.run_dir, number)) for number in range(count)]
 
     def start(self, worker: Worker, address: str | None, variables: dict[str, str]) -> None:
@@ -90,12 +90,13 @@ class Processes:
         Raises:
             ConfigurationError: the command cannot be executed.
         """
-        line = of_ranks(self.command.line(address), self._ranks)
+        line, world = of_ranks(self.command.line(address), worker.id, self._ranks)
         with executing(line[0]):
-            worker.process = worker.output.of(line, worker.log, os.environ | self._environment(worker) | variables)
+            variables = os.environ | self._environment(worker) | variables | world
+            worker.process = worker.output.of(line, worker.log, variables)
         if not self.on_gpu:
             cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(worker.process.pid, self._own(worker, cores))
+            os.sched_setaffinity(worker.process.pid, set(self._own(worker, cores)))
 
     def move_logs(self, run_dir: Path, move: Callable[[Path, Path], object] = os.replace) -> None:
         """Moves the logs, which may still be written to, to the run's directory; replaces those of an earlier run.
@@ -178,8 +179,8 @@ class Processes:
 
     def _own(self, worker: Worker, devices: Sequence[_Device]) -> Sequence[_Device]:
         """Returns the cores or GPUs of a worker: one for each of its ranks."""
-        first = worker.id * self._ranks
-        return list(dict.fromkeys(devices[number % len(devices)] for number in range(first, first + self._ranks)))
+        first, ranks = sum(self._ranks[: worker.id]), self._ranks[worker.id]
+        return list(dict.fromkeys(devices[number % len(devices)] for number in range(first, first + ranks)))
 
 
 def _log(run_dir: Path, worker: int) -> Path:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-from fairseq_async.environment import RANKS
 from fairseq_async.errors import USER_ERROR
 from fairseq_async.launch.command.programs import executing
 from fairseq_async.options.addresses import LOOPBACK
@@ -41,7 +40,7 @@ def _start(line: Sequence[str], count: int) -> list[subprocess.Popen[bytes]]:
     """Starts the ranks with torchrun's variables, by which libraries find their world."""
     with socket.create_server((LOOPBACK, 0)) as found:
         port = found.getsockname()[1]  # free until rank 0 listens there, unless another process is faster
-    world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", RANKS), str(count))
+    world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(count))
     world |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     numbers = (dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(count))
     return [subprocess.Popen(line, env=os.environ | world | own) for own in numbers]

@@ -22,7 +22,7 @@ class Launch:
     """
 
     workers: int
-    ranks: int
+    ranks: list[int]
     slowdown: list[float]
     max_restarts: int
     port: int

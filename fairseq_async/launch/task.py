@@ -10,7 +10,7 @@ from typing import NoReturn
 from fairseq_async.environment import HOST, MEETING, WORKER, WORKERS
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.command.command import WorkerCommand
-from fairseq_async.launch.command.programs import executing, find_program, is_fairseq, of_ranks
+from fairseq_async.launch.command.programs import executing, find_program, is_fairseq, numbers_of_ranks, of_ranks
 from fairseq_async.options.addresses import LOOPBACK
 
 
@@ -138,23 +138,24 @@ class Task:
         return {"OMP_NUM_THREADS": "1"} | kept | variables | {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def become_worker(arguments: list[str], ranks: int) -> NoReturn:
+def become_worker(arguments: list[str], given: str) -> NoReturn:
     """Replaces this process by the worker's command; worker 0 will start the server, and write its address to a file
     in the run's directory for the others.
 
     Args:
-        ranks: number of the worker's ranks, all of which this task starts.
+        given: numbers of ranks of the workers; this task starts all of its own.
 
     Raises:
         ConfigurationError: no scheduler has started this process, or the command cannot be run.
     """
     task = Task.find(os.environ)
-    line = of_ranks(_line(arguments, task.size, ranks), ranks)
+    ranks = numbers_of_ranks(given, task.size)
+    line, world = of_ranks(_line(arguments, task.size, ranks), task.rank, ranks)
     with executing(line[0]):
-        os.execve(line[0], line, task.environment(os.environ, ranks))
+        os.execve(line[0], line, task.environment(os.environ, ranks[task.rank]) | world)
 
 
-def _line(arguments: list[str], workers: int, ranks: int) -> list[str]:
+def _line(arguments: list[str], workers: int, ranks: list[int]) -> list[str]:
     if not is_fairseq(arguments):
         return [find_program(arguments[0]), *arguments[1:]]
     command = WorkerCommand(arguments, workers, starts_server=True, ranks=ranks)

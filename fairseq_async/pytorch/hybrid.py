@@ -222,7 +222,8 @@ class HybridAsync(AsyncTraining):
 
     def _push(self, norm: float) -> None:
         loss = self._take_loss()
-        self.async_worker.step(float(self.micro_batches), None if loss is None else float(loss), norm)
+        samples = float(self.micro_batches * self._context.island_size)
+        self.async_worker.step(samples, None if loss is None else float(loss), norm)
 
     def _check_rates(self) -> None:
         for part in self._parts:

@@ -37,7 +37,7 @@ from fairseq_async.worker.batches import note_calls
 from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.loop import WorkerLoop
 from fairseq_async.worker.server_state import fetch_state
-from fairseq_async.worker.start.context import WorkerContext
+from fairseq_async.worker.start.context import WorkerContext, ranks_of_launcher
 from fairseq_async.worker.start.process import errors_in_one_line
 from fairseq_async.worker.start.server_process import ServerProcess
 from fairseq_async.worker.start.world import check_not_started, connect_rank, enter_world, entered_world
@@ -103,6 +103,16 @@ class AsyncTraining(ABC):
     @property
     def workers(self) -> int:
         return self._context.workers
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the ranks of all workers, for a ``DistributedSampler``; see :attr:`ranks`."""
+        return self._context.global_rank
+
+    @property
+    def ranks(self) -> int:
+        """Number of the ranks of all workers that were announced."""
+        return self._context.ranks
 
     @property
     @abstractmethod
@@ -343,7 +353,7 @@ class AsyncTraining(ABC):
 
 
 @errors_in_one_line()
-def enter_island(size: int) -> None:
+def enter_island(size: int | None = None) -> None:
     """Makes this process one of the ``size`` ranks of a worker, and these ranks ``torch.distributed``'s whole world.
 
     Call it before ``init_process_group``, in each process that torchrun has started on one machine or on several, and
@@ -358,6 +368,7 @@ def enter_island(size: int) -> None:
             ...
     """
     spell_options(as_argument)
+    size = ranks_of_launcher() if size is None else size
     if not (isinstance(size, int) and size >= 1):
         raise ConfigurationError(f"enter_island({size!r}): give the number of a worker's ranks, 1 or more")
     if entered_world() is None:

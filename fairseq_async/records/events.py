@@ -50,6 +50,7 @@ class Event:
     held_seconds: float | None = None
     look_ahead: float | None = None
     micro_batches: int | None = None
+    ranks: int | None = None
     shard: int | None = None
     offset: int | None = None
     missing: str | None = None

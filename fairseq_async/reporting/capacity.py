@@ -34,6 +34,7 @@ class MeasuredCosts:
         exchange: bytes of an update and of the parameters.
         server_spread: how much the server's times vary: their deviation over their mean.
         micro_batches: of each worker's last gradient, where the server divides those of a step.
+        ranks: of each worker, where some have several.
     """
 
     costs: Costs
@@ -42,6 +43,7 @@ class MeasuredCosts:
     exchange: ExchangeBytes
     server_spread: float
     micro_batches: tuple[int | None, ...] = ()
+    ranks: tuple[int, ...] = ()
 
     @property
     def workers(self) -> int:
@@ -88,7 +90,9 @@ def measure(run_dir: Path, compress: str = "") -> MeasuredCosts:
     costs = Costs(step, unsharded, shards * server, layout.size, push=push, pull=pull, shards=shards)
     rate = sum(1 / max(_LEAST, _typical(each, lambda c: c.gap)) for each in of_workers if each)
     numbers, last = tuple(each[0].worker for each in own), tuple(each[-1].micro_batches for each in own)
-    return MeasuredCosts(costs, numbers, rate, sent, pstdev(served) / server, last if any(last) else ())
+    ranks = tuple(each[-1].ranks or 1 for each in own)
+    counts = last if any(last) else (), ranks if max(ranks) > 1 else ()
+    return MeasuredCosts(costs, numbers, rate, sent, pstdev(served) / server, *counts)
 
 
 @dataclass(frozen=True)
@@ -175,8 +179,8 @@ def _measured(measured: MeasuredCosts) -> Table:
     seconds = [f"{value:.4f}" for value in (costs.step, costs.exchange, costs.server)]
     predicted = costs.updates_per_second(measured.workers)
     rates = [f"{measured.workers}", f"{measured.updates_per_second:,.2f}", f"{predicted:,.2f}"]
-    if measured.micro_batches:
-        table.caption = f"micro-batches of each worker's last gradient: {', '.join(map(str, measured.micro_batches))}"
+    counts = {"micro-batches of each worker's last gradient": measured.micro_batches, "its ranks": measured.ranks}
+    table.caption = "; ".join(f"{name}: {', '.join(map(str, each))}" for name, each in counts.items() if each)
     table.add_row(f"{costs.parameters:,}", *seconds, *rates)
     return table
 

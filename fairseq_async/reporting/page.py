@@ -149,10 +149,11 @@ def _validated(run: LoadedRun) -> dict[str, str | int]:
 def worker_row(run: LoadedRun, worker: int) -> dict[str, str | int]:
     """Returns the cells of one worker of a run, by column: means over its applied updates."""
     applied = [event for event in run.applied if event.worker == worker]
-    last = applied[-1].micro_batches if applied else None
+    last, ranks = (applied[-1].micro_batches, applied[-1].ranks) if applied else (None, None)
     return {
         "run": _name(run),
         "worker": worker,
+        **({} if ranks is None else {"ranks": ranks}),
         "updates": len(applied),
         "staleness (versions)": _mean(event.staleness for event in applied),
         "ahead at its start (versions)": _mean(event.look_ahead or 0.0 for event in applied),

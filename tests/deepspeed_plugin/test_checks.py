@@ -31,7 +31,7 @@ def check(config: dict[str, Any], workers: int = 2) -> dict[str, Any]:
     checks.check_values(plain, "file.json")
     checks.check_optimizer(plain, "file.json", given=False, in_the_server=isinstance(options, HybridOptions))
     checks.check_scheduler(plain, "file.json", given=False)
-    return checks.worker_batch(plain, workers, section.island_size, "file.json")
+    return checks.worker_batch(plain, workers * section.island_size, section.island_size, "file.json")
 
 
 def complete(method: str = "hybrid_async", **changes: Any) -> dict[str, Any]:

@@ -214,7 +214,10 @@ def test_overrides_hold_for_the_optimizer_of_each_shard(monkeypatch: pytest.Monk
     [
         (["--inner-optimizer", "adem"], "--inner-optimizer adem: hybrid_async has adadelta, adafactor"),
         (["--inner-optimizer", "hybrid_async"], "--inner-optimizer hybrid_async"),
-        (["--distributed-world-size", "2"], "--distributed-world-size is 2: workers would wait for each other"),
+        (
+            ["--distributed-world-size", "2"],
+            "--distributed-world-size is 2: that many ranks of this worker were not started",
+        ),
         (["--distributed-init-method", "tcp://127.0.0.1:1"], "--distributed-init-method: is for processes that wait"),
     ],
 )

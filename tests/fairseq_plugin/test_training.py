@@ -12,24 +12,12 @@ from torch import Tensor
 
 from fairseq_async.fairseq_plugin.replayed import FairseqRun
 from fairseq_async.replay import Recording, Replay
-from tests.helpers.commands import HYBRID, MODEL, PACKAGE, Processes, command, plain_command
+from tests.helpers.commands import HYBRID, MODEL, PACKAGE, Processes, command, synchronous
 from tests.helpers.run_files import events, load, relative_differences, valid_losses
 
 Launch = Callable[..., tuple[int, str]]
 Alone = Callable[..., dict[str, tuple[int, str]]]
 OURS = ["--user-dir", PACKAGE, *HYBRID]
-
-
-def synchronous(processes: Processes, data: Path, save_dir: Path, workers: int, *flags: object) -> None:
-    """fairseq's own data parallelism over Gloo; its processes may abort at exit, after all is saved."""
-    common = ["--distributed-world-size", workers, "--distributed-no-spawn", "--distributed-backend", "gloo"]
-    common += ["--ddp-backend", "legacy_ddp", "--distributed-init-method", f"file://{save_dir}.rendezvous"]
-    ranks = [
-        processes.start(plain_command(data, save_dir, *flags, *common, "--distributed-rank", rank))
-        for rank in range(workers)
-    ]
-    outputs = [rank.communicate(timeout=180)[0] for rank in ranks]
-    assert "done training" in outputs[0], outputs[0]
 
 
 def test_one_worker_and_one_update_per_step_is_plain_adam_bit_for_bit(alone: Alone, tmp_path: Path) -> None:

@@ -94,6 +94,18 @@ def plain_command(data: Path, save_dir: Path, *flags: object) -> list[object]:
     return [command("fairseq-train"), data, *MODEL, "--save-dir", save_dir, *flags]
 
 
+def synchronous(processes: Processes, data: Path, save_dir: Path, workers: int, *flags: object) -> None:
+    """fairseq's own data parallelism over Gloo; its processes may abort at exit, after all is saved."""
+    common = ["--distributed-world-size", workers, "--distributed-no-spawn", "--distributed-backend", "gloo"]
+    common += ["--ddp-backend", "legacy_ddp", "--distributed-init-method", f"file://{save_dir}.rendezvous"]
+    ranks = [
+        processes.start(plain_command(data, save_dir, *flags, *common, "--distributed-rank", rank))
+        for rank in range(workers)
+    ]
+    outputs = [rank.communicate(timeout=180)[0] for rank in ranks]
+    assert "done training" in outputs[0], outputs[0]
+
+
 def train_alone(
     processes: Processes,
     data: Path,

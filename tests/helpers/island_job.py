@@ -1,4 +1,4 @@
-"""A loop in plain PyTorch as torchrun starts it, whose workers are islands of two ranks: ``island_job.py METHOD OUT``.
+"""A loop in plain PyTorch whose workers are islands: ``island_job.py METHOD OUT``, of two ranks each under torchrun.
 
 Each rank leaves its parameters in OUT-RANK.pt, those of all ranks and those of the server beside each other.
 """
@@ -12,7 +12,9 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fairseq_async.environment import RANKS
 from fairseq_async.torch import AsyncLocalSGD, HybridAsync, enter_island
+from fairseq_async.worker.start.world import entered_world
 from tests.helpers.plain_loop import AS_IT_IS, STEPS, backward, flat, net
 
 METHODS = {
@@ -21,10 +23,19 @@ METHODS = {
 }
 
 
+def world_of(launched: bool) -> int:
+    """The rank among all; the launcher has started a worker of two and one of one."""
+    worker = entered_world()
+    assert worker is not None and worker.ranks == (3 if launched else int(os.environ["WORLD_SIZE"]) * worker.workers)
+    assert distributed.get_world_size() == (1 if launched and worker.worker else 2)
+    return worker.global_rank
+
+
 def main(method: str, out: str) -> None:
-    rank, found = int(os.environ["RANK"]), {}
-    enter_island(2)
+    launched = RANKS in os.environ
+    enter_island(None if launched else 2)
     distributed.init_process_group("gloo")
+    found, rank = {}, world_of(launched)
     module = net()
     module.register_buffer("seen", torch.full((3,), float(rank)))  # DistributedDataParallel gives all rank 0's
     model: nn.Module = DistributedDataParallel(module)
@@ -32,7 +43,7 @@ def main(method: str, out: str) -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     training = METHODS[method](model, optimizer, scheduler=schedule, total_steps=STEPS, run_dir=f"{out}.run")
     with training as worker:
-        assert worker.worker == rank // 2 and distributed.get_world_size() == 2 and distributed.get_rank() == rank % 2
+        assert worker.rank == rank and worker.worker == rank // 2
         for step in range(STEPS):
             optimizer.zero_grad()
             backward(model, step, rank)

@@ -1,6 +1,7 @@
 """The launcher's processes, one by one: what each is started with, and what is done about those that do not end."""
 
 import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from fairseq_async.environment import SLOWDOWN, WORKER, WORKERS
+from fairseq_async.launch.command.programs import of_ranks
 from fairseq_async.launch.command.script import ScriptCommand
 from fairseq_async.launch.launcher import Launcher
 from fairseq_async.launch.processes import Processes, Worker
@@ -53,6 +55,31 @@ def test_of_three_workers_on_two_gpus_each_has_one_and_ranks_see_all(
     processes = Processes(MagicMock(run_dir=tmp_path, synchronous=synchronous), 3)
     given = [processes._environment(worker).get("CUDA_VISIBLE_DEVICES") for worker in processes.workers]
     assert given == ([None] * 3 if synchronous else ["4", "7", "4"])
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("test $RANK = 0 || kill -KILL $$; sleep 60", -9),
+        ("test $RANK = 0 || exit 2; sleep 60", 2),
+        ("test $RANK$LOCAL_RANK$WORLD_SIZE$FAIRSEQ_ASYNC_RANKS = 1121,2 && exit 7; sleep 60", 7),
+        ("test $RANK = 0 && exit 0; sleep 0.3; exit 3", 0),  # rank 0 has saved all
+    ],
+)
+def test_a_rank_that_dies_takes_the_others_of_its_worker_with_it(script: str, code: int, tmp_path: Path) -> None:
+    line, world = of_ranks(["sh", "-c", f"echo $$ >> {tmp_path}/ids; {script}"], 1, [1, 2])
+    assert subprocess.run(line, timeout=60, env=os.environ | world).returncode == code
+    for process in (tmp_path / "ids").read_text().split():
+        with pytest.raises(ProcessLookupError):
+            wait_until(lambda id=int(process): os.kill(id, 0), 5)  # type: ignore[misc]
+
+
+def test_each_rank_has_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Processes, "on_gpu", True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,9")
+    processes = Processes(MagicMock(run_dir=tmp_path, synchronous=False), 3, ranks=[1, 2, 2])
+    given = [processes._environment(worker)["CUDA_VISIBLE_DEVICES"] for worker in processes.workers]
+    assert given == ["4", "7,9", "4,7"]
 
 
 def test_what_a_worker_has_left_in_its_group_dies_with_the_run_though_it_ignores_sigterm(tmp_path: Path) -> None:

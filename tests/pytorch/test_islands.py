@@ -1,5 +1,6 @@
 """Workers of several ranks in ``DistributedDataParallel``: each is one worker with the mean of their gradients."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,19 +35,26 @@ def synchronous(ranks: list[int]) -> Tensor:
     return flat(model)
 
 
-@pytest.mark.parametrize(("method", "ranks"), [("hybrid", 4), ("local", 2)])
+TORCHRUN = [command("torchrun"), "--standalone", "--nproc-per-node"]
+UNEQUAL = [command("fairseq-async"), "launch", "--workers", 2, "--ranks-per-worker", "2,1", "--", sys.executable]
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks", "start"),
+    [("hybrid", 4, [*TORCHRUN, 4]), ("local", 2, [*TORCHRUN, 2]), ("hybrid", 3, UNEQUAL)],
+    ids=["hybrid", "local", "unequal"],
+)
 def test_islands_train_as_all_their_ranks_together(
-    processes: Processes, tmp_path: Path, method: str, ranks: int
+    processes: Processes, tmp_path: Path, method: str, ranks: int, start: list[object]
 ) -> None:
-    torchrun = [command("torchrun"), "--standalone", "--nproc-per-node", ranks]
-    code, output = processes.run([*torchrun, HELPERS / "island_job.py", method, tmp_path / "out"])
+    code, output = processes.run([*start, HELPERS / "island_job.py", method, tmp_path / "out"])
     assert code == 0, output
     found = [torch.load(tmp_path / f"out-{rank}.pt", weights_only=True) for rank in range(ranks)]
     for each in found:
         assert torch.equal(each["model"], found[0]["model"])
         torch.testing.assert_close(each["model"], synchronous(list(range(ranks))), rtol=0, atol=1e-6)
     assert torch.equal(found[0]["servers"], found[1]["servers"]) and not found[0]["seen"].any()
-    assert {event["worker"] for event in events(tmp_path / "out.run")} == set(range(ranks // 2))
+    assert {event["worker"] for event in events(tmp_path / "out.run")} == set(range((ranks + 1) // 2))
 
 
 @pytest.fixture

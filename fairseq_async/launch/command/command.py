@@ -62,7 +62,7 @@ class WorkerCommand:
     rendezvous = None  # not needed: the command says which server to start
 
     def __init__(
-        self, arguments: list[str], workers: int | None = None, starts_server: bool = False, ranks: int = 1
+        self, arguments: list[str], workers: int | None = None, starts_server: bool = False, ranks: Sequence[int] = (1,)
     ) -> None:
         self.name = arguments[0]
         self.program, self.given = find_program(arguments[0]), arguments
@@ -89,13 +89,13 @@ class WorkerCommand:
         self.resumes = not any(flag.partition("=")[0] in _BEGINS_ANEW for flag in self.arguments)
         self._optimizer = given.optimizer
         self._has_user_dir = given.user_dir is not None
-        self._ranks, world = str(ranks), given.distributed_world_size
-        if not self.synchronous and world not in (None, self._ranks):
+        world = given.distributed_world_size
+        if not self.synchronous and world is not None and {world} != set(map(str, ranks)):
             raise ConfigurationError(
-                f"--distributed-world-size {world}: a worker has {ranks} of --ranks-per-worker; give "
-                f"--ranks-per-worker {world}, or leave both out"
+                f"--distributed-world-size is {world}, and --ranks-per-worker {','.join(map(str, ranks))}: leave the "
+                f"former out, and give --ranks-per-worker {world} if a worker is to have as many ranks"
             )
-        self._has_world_size = world is not None
+        self._finds_world_size = world is not None or max(ranks) > 1
 
     def check_inputs(self) -> None:
         """Checks the command's optimizer and data.
@@ -111,8 +111,8 @@ class WorkerCommand:
         added = [] if self._has_user_dir else ["--user-dir", user_dir()]
         if self.synchronous:
             return [self.program, *self.arguments, *added]
-        if not self._has_world_size:
-            added += ["--distributed-world-size", self._ranks]
+        if not self._finds_world_size:
+            added += ["--distributed-world-size", "1"]
         return [self.program, *self.arguments, *added, *(["--server", address] if address else [])]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from fairseq_async.environment import RANKS
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method.methods import METHODS
 
@@ -27,10 +28,35 @@ def find_program(program: str) -> str:
     return found
 
 
-def of_ranks(line: list[str], ranks: int) -> list[str]:
-    """Returns the command of a worker of several ranks, each of which runs ``line``."""
+def of_ranks(line: list[str], worker: int, ranks: Sequence[int]) -> tuple[list[str], dict[str, str]]:
+    """Returns the command and further environment variables of a worker, each rank of which runs ``line``.
+
+    Args:
+        ranks: numbers of ranks of all workers.
+    """
+    if max(ranks) == 1:
+        return line, {}
     runs = str(Path(__file__).parents[2] / "server/programs/run_module.py")
-    return line if ranks == 1 else [sys.executable, runs, "fairseq_async.launch.ranks", str(ranks), *line]
+    several = [sys.executable, runs, "fairseq_async.launch.ranks", str(ranks[worker]), *line]
+    return several, {RANKS: ",".join(map(str, ranks))}
+
+
+def numbers_of_ranks(given: str, workers: int) -> list[int]:
+    """Returns the number of ranks of each worker, from the value of ``--ranks-per-worker``.
+
+    Raises:
+        ConfigurationError: it is neither one number for all, nor one for each.
+    """
+    try:
+        numbers = [int(each) for each in given.split(",")]
+    except ValueError:
+        numbers = [0]
+    numbers = numbers * workers if len(numbers) == 1 else numbers
+    if len(numbers) != workers or min(numbers) < 1:
+        raise ConfigurationError(
+            f"--ranks-per-worker {given}: give a number of at least 1, or one for each of the {workers} workers: 2,1"
+        )
+    return numbers
 
 
 @contextmanager

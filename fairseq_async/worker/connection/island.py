@@ -52,7 +52,7 @@ class IslandClient:
 
     def __init__(self, client: Client | None, context: WorkerContext, device: torch.device | str = "cpu") -> None:
         self.client, self.worker, self.workers = client, context.worker, context.workers
-        self._device = device
+        self._device, self._ranks = device, context.island_size
         self._size = 0
         self._slot: Tensor | None = None
         self._location: _SlotLocation | None = None
@@ -69,6 +69,7 @@ class IslandClient:
 
     def push(self, write: Callable[[Tensor], object], push: Push) -> PushReply:
         """``write`` writes this rank's part."""
+        push = replace(push, report=replace(push.report, ranks=self._ranks))
         with nullcontext() if self.client is None else self.client.connection.lock:
             # The slot's location first: it is another one if the server has come back since the last exchange. Rank 0
             # holds the slot until the push, since its background thread may reconnect, too.

@@ -61,6 +61,7 @@ class WorkerContext:
         has_store: whether torchrun or deepspeed has started the ranks, which the store at MASTER_ADDR:MASTER_PORT
             connects.
         joins: whether the worker was not announced; the server then assigns its id.
+        sizes: numbers of ranks of all workers, where a launcher says so; empty where all have as many as this one.
     """
 
     worker: int = 0
@@ -72,11 +73,15 @@ class WorkerContext:
     several_machines: bool = False
     has_store: bool = False
     joins: bool = False
+    sizes: tuple[int, ...] = ()
 
     @classmethod
     def find(cls, island_size: int = 1) -> "WorkerContext":
         """Reads the context from the environment that ``fairseq-async launch``, torchrun or deepspeed sets; without
         any of them, this process is the only worker.
+
+        Args:
+            island_size: number of the worker's ranks; 1 for as many as ``--ranks-per-worker`` has started.
 
         Raises:
             ConfigurationError: the ranks do not divide into islands, or were started in a way that is not supported.
@@ -99,18 +104,21 @@ class WorkerContext:
 
     @classmethod
     def _of_our_launcher(cls, island_size: int) -> "WorkerContext":
-        ranks, rank = int(os.environ.get(RANKS, "1")), int(os.environ["RANK"]) if RANKS in os.environ else 0
-        if island_size != ranks:
+        ranks = ranks_of_launcher()
+        if island_size not in (1, ranks):
             raise ConfigurationError(
-                f"the workers of this command have {island_size} ranks, and --ranks-per-worker is {ranks}: give "
-                f"--ranks-per-worker {island_size}, or this command {option('island_size')} {ranks}"
+                f"this worker is to have {island_size} ranks ({option('island_size')}), and {ranks} were started: give "
+                f"--ranks-per-worker {island_size} to the launcher, or {ranks} here"
             )
         if os.environ[WORKER] == JOINS:
             return cls(joins=True)
         end_with_parent(signal.SIGTERM, os.getppid())  # without its launcher nobody restarts the server
         worker, workers = int(os.environ[WORKER]), int(os.environ[WORKERS])
         slowdown = _slowdown(worker, workers) if MEETING in os.environ else float(os.environ.get(SLOWDOWN, "1"))
-        return cls(worker, workers, worker if ranks == 1 else rank, slowdown, rank, ranks)
+        if RANKS not in os.environ:
+            return cls(worker, workers, worker, slowdown)
+        rank = int(os.environ["RANK"])
+        return cls(worker, workers, rank, slowdown, rank, ranks, sizes=tuple(_numbers_of_ranks()))
 
     @classmethod
     def _of_torchrun(cls, island_size: int) -> "WorkerContext":
@@ -284,13 +292,26 @@ class WorkerContext:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of all workers, where each has as many as this one."""
-        return self.workers * self.island_size
+        """Number of ranks of all workers that were announced."""
+        return sum(self._sizes)
 
     @property
     def global_rank(self) -> int:
-        """Rank of this process among the ranks of all workers."""
-        return self.worker * self.island_size + self.rank
+        """Rank of this process among the ranks of all workers; a worker that joins has that of another one."""
+        return sum(self._sizes[: self.worker % self.workers]) + self.rank
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return self.sizes or (self.island_size,) * self.workers
+
+
+def ranks_of_launcher() -> int:
+    """Returns how many ranks of this worker ``--ranks-per-worker`` has started."""
+    return _numbers_of_ranks()[int(os.environ[WORKER])] if RANKS in os.environ else 1
+
+
+def _numbers_of_ranks() -> list[int]:
+    return [int(each) for each in os.environ[RANKS].split(",")]
 
 
 def check_guard() -> None:

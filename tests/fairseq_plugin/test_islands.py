@@ -1,0 +1,78 @@
+"""Workers of several ranks: inside each, fairseq is a plain distributed run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.fairseq_plugin import flags as flags_of
+from tests.helpers.commands import Processes, synchronous
+from tests.helpers.fairseq_flags import parsed
+from tests.helpers.run_files import events, relative_differences
+
+Launch = Callable[..., tuple[int, str]]
+ADAM = ["--adam-betas", "(0.9, 0.98)"]
+LOCAL = "--optimizer local_sgd --inner-optimizer adam --outer sgd --outer-lr 1.0 --local-steps 4".split()
+
+
+@pytest.mark.parametrize(
+    ("flags", "method", "tolerance"),
+    [
+        ([*ADAM, "--max-update", 8], ["--updates-per-step", 1, "--ddp-backend", "pytorch_ddp"], 0.0),
+        ([*ADAM, "--max-update", 8, "--update-freq", 2], LOCAL, 1e-6),
+    ],
+    ids=["hybrid_async", "local_sgd"],
+)
+def test_one_worker_of_two_ranks_is_plain_fairseq_on_two(
+    launch: Launch,
+    processes: Processes,
+    data: Path,
+    tmp_path: Path,
+    flags: list[object],
+    method: list[object],
+    tolerance: float,
+) -> None:
+    """But for the rounding of θ − (θ − θ'), and for a key's bias, whose gradient is rounding noise that Adam scales."""
+    synchronous(processes, data, tmp_path / "plain", 2, "--optimizer", "adam", *flags)
+    code, output = launch(1, tmp_path / "ours", *method, *flags, launcher=["--ranks-per-worker", 2])
+    assert code == 0, output
+    found = relative_differences(tmp_path / "plain/checkpoint_last.pt", tmp_path / "ours/checkpoint_last.pt")
+    assert len(found) > 30 and max(value for name, value in found.items() if "k_proj.bias" not in name) <= tolerance
+    assert {event["worker"] for event in events(tmp_path / "ours")} == {0}
+
+
+@pytest.mark.parametrize(("sizes", "ranks"), [("2", 4), ("1,2", 3)])
+def test_workers_of_several_ranks_with_a_barrier_are_plain_fairseq_on_all_of_them(
+    launch: Launch, processes: Processes, data: Path, tmp_path: Path, sizes: str, ranks: int
+) -> None:
+    """12 updates reach into the next epochs, whose ends have a batch for some ranks only."""
+    flags = ["--momentum", "0.9", "--max-update", 12, "--lr", "0.5"]
+    synchronous(processes, data, tmp_path / "plain", ranks, "--optimizer", "sgd", *flags)
+    method = ["--inner-optimizer", "sgd", "--barrier", *flags]
+    code, output = launch(2, tmp_path / "ours", *method, launcher=["--ranks-per-worker", sizes])
+    assert code == 0, output
+    found = relative_differences(tmp_path / "plain/checkpoint_last.pt", tmp_path / "ours/checkpoint_last.pt")
+    assert len(found) > 30 and max(found.values()) < 1e-6
+    passes = sum(event["epochs"] for event in events(tmp_path / "ours"))
+    assert {event["ranks"] for event in events(tmp_path / "ours")} >= {2}
+    assert passes == pytest.approx(12 * ranks / 27, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("method", "flags", "message"),
+    [
+        ("hybrid_async", ["--record"], "--record, in workers of several ranks: not possible"),
+        ("hybrid_async", ["--shares", "auto", "--update-freq", 4], "--shares auto, in workers of several ranks: not"),
+        ("local_sgd", ["--shards", 2], "--shards, in workers of several ranks: not possible"),
+        ("local_sgd", ["--overlap"], "--optimizer local_sgd: --overlap is not supported in a worker of several"),
+    ],
+)
+def test_what_several_ranks_do_not_have_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, method: str, flags: list[object], message: str
+) -> None:
+    cfg = parsed(monkeypatch, "--optimizer", method, *flags)
+    cfg.distributed_training.distributed_world_size = 2
+    describe = flags_of.describe_hybrid if method == "hybrid_async" else flags_of.describe_local_sgd
+    with pytest.raises(ConfigurationError, match=message):
+        describe(cfg.optimizer, cfg, 2)
