@@ -55,7 +55,7 @@ def test_workers_of_several_ranks_with_a_barrier_are_plain_fairseq_on_all_of_the
     found = relative_differences(tmp_path / "plain/checkpoint_last.pt", tmp_path / "ours/checkpoint_last.pt")
     assert len(found) > 30 and max(found.values()) < 1e-6
     passes = sum(event["epochs"] for event in events(tmp_path / "ours"))
-    assert {event["ranks"] for event in events(tmp_path / "ours")} >= {2}
+    assert {event.get("ranks") for event in events(tmp_path / "ours")} >= {2}
     assert passes == pytest.approx(12 * ranks / 27, rel=0.2)
 
 
