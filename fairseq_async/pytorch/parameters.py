@@ -100,15 +100,18 @@ def one_model(models: Sequence[nn.Module]) -> nn.Module:
     return models[0] if len(models) == 1 else nn.ModuleList(models)
 
 
-def check_ranks(model: nn.Module, ranks: int) -> None:
+def check_ranks(model: nn.Module, ranks: int, alone: bool) -> None:
     """Checks that the ranks of a worker, and no others, wait for each other in each step.
+
+    Args:
+        alone: whether torch.distributed has no other ranks than this worker's.
 
     Raises:
         ConfigurationError: one rank has a model that waits for others, or several have one that does not.
     """
     models = model if isinstance(model, nn.ModuleList) else [model]
     for each in models:
-        if isinstance(each, DistributedDataParallel) and ranks == 1:
+        if isinstance(each, DistributedDataParallel) and ranks == 1 and not alone:
             raise ConfigurationError(
                 "the model is in DistributedDataParallel, whose ranks wait for each other: unwrap it; or make several "
                 "ranks one worker, by fairseq_async.torch.enter_island(SIZE) before init_process_group"

@@ -78,7 +78,7 @@ class AsyncTraining(ABC):
         self.optimizers: list[Optimizer] = listed(optimizer)
         self._context = entered_world() or WorkerContext.find()
         given = one_model(listed(model))
-        check_ranks(given, self._context.island_size)
+        check_ranks(given, self._context.island_size, entered_world() is not None)
         self._model = unwrapped(given)
         check_optimizers(self.optimizers)
         self._server_options, self._run_dir = server, Path(server.run_dir)
