@@ -138,7 +138,7 @@ class Task:
         return {"OMP_NUM_THREADS": "1"} | kept | variables | {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def become_worker(arguments: list[str], given: str) -> NoReturn:
+def become_worker(arguments: list[str], given: str = "1") -> NoReturn:
     """Replaces this process by the worker's command; worker 0 will start the server, and write its address to a file
     in the run's directory for the others.
 

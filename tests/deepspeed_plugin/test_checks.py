@@ -173,22 +173,23 @@ def test_local_sgd_has_masters_on_the_cpu_but_not_on_disks(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "workers", "island", "share"),
+    ("given", "ranks", "island", "share"),
     [
         ((8, 4, None), 2, 1, 4),  # which DeepSpeed alone would make an accumulation of 2 on each worker
-        ((64, 8, None), 2, 2, 32),  # two islands of two ranks: DeepSpeed finds an accumulation of 2 in each
+        ((64, 8, None), 4, 2, 32),  # two islands of two ranks: DeepSpeed finds an accumulation of 2 in each
         ((64, None, 4), 2, 1, 32),
-        ((64, None, None), 4, 2, 16),
-        ((32, 4, 2), 2, 2, 16),
+        ((64, None, None), 8, 2, 16),
+        ((32, 4, 2), 4, 2, 16),
+        ((24, 4, 2), 3, 2, 16),  # beside one of a rank, which has 8,
         ((None, 4, 2), 3, 1, None),
     ],
 )
 def test_train_batch_size_is_of_all_workers_together(
-    given: tuple[int | None, ...], workers: int, island: int, share: int | None
+    given: tuple[int | None, ...], ranks: int, island: int, share: int | None
 ) -> None:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     config = {key: value for key, value in zip(keys, given, strict=True) if value is not None}
-    found = checks.worker_batch(config, workers, island, "file.json")
+    found = checks.worker_batch(config, ranks, island, "file.json")
     assert found.get("train_batch_size") == share
     assert {key: found.get(key) for key in keys[1:]} == {key: config.get(key) for key in keys[1:]}
 
