@@ -98,7 +98,7 @@ class WorkerContext:
         if island_size > 1:
             raise ConfigurationError(
                 f"{option('island_size')} is {island_size}: no launcher has started this process; start the ranks of "
-                "islands with torchrun, deepspeed or fairseq-async launch --ranks-per-worker"
+                "islands with torchrun, deepspeed or fairseq-async launch"
             )
         return cls()
 
@@ -107,8 +107,8 @@ class WorkerContext:
         ranks = ranks_of_launcher()
         if island_size not in (1, ranks):
             raise ConfigurationError(
-                f"this worker is to have {island_size} ranks ({option('island_size')}), and {ranks} were started: give "
-                f"--ranks-per-worker {island_size} to the launcher, or {ranks} here"
+                f"this worker is to have {island_size} ranks ({option('island_size')}), and its launcher has "
+                f"started {ranks}: give the launcher {island_size} as well, or {ranks} here"
             )
         if os.environ[WORKER] == JOINS:
             return cls(joins=True)
