@@ -25,7 +25,7 @@ def test_a_score_that_no_validation_has_is_one_line_with_those_that_it_has() -> 
 
 
 def test_a_validation_is_recorded_with_its_loss_and_the_first_score_besides(tmp_path: Path) -> None:
-    session = SimpleNamespace(run_dir=tmp_path)
+    session = SimpleNamespace(run_dir=tmp_path, context=SimpleNamespace(rank=0))
     trainer = SimpleNamespace(session=session, validated_epoch=2, get_num_updates=lambda: 7)
     cfg = SimpleNamespace(checkpoint=SimpleNamespace(best_checkpoint_metric="loss"))
     for stats, best in (({"loss": 1.5, "ppl": 3.0}, True), ({"loss": 2.5, "wer": 9.0}, True), ({"loss": 8.0}, False)):
