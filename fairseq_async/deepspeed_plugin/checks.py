@@ -148,6 +148,18 @@ def worker_batch(config: dict[str, Any], ranks: int, island_size: int, name: str
     return config | {"train_batch_size": batch // ranks * island_size}
 
 
+def micro_batches(config: dict[str, Any], ranks: int) -> int:
+    """Returns the number of micro-batches in a step of one worker, as DeepSpeed finds it in the worker's configuration.
+
+    Args:
+        ranks: of the worker.
+    """
+    batch, micro_batch, accumulation = (config.get(key) for key in _BATCH_KEYS)
+    if accumulation is None and batch is not None and micro_batch is not None:
+        return int(batch) // (int(micro_batch) * ranks)
+    return accumulation or 1
+
+
 def _autos(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yields the path, by keys, of each value that is "auto"."""
     if value == "auto":

@@ -6,6 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from fairseq_async import errors
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method import methods
 from fairseq_async.method.methods import MethodOptions
@@ -14,6 +15,11 @@ from fairseq_async.options.config import Section
 from fairseq_async.options.validation import checked
 
 SECTION = "async_training"
+
+
+def as_key(name: str) -> str:
+    """Spells an option as a key of a DeepSpeed configuration."""
+    return errors.as_key("gradient_accumulation_steps" if name == "micro_batches" else name)
 
 
 def read(args: Any, config: str | dict[str, Any] | None) -> tuple[dict[str, Any], str]:
@@ -112,10 +118,9 @@ def check(config: dict[str, Any], options: MethodOptions, section: Section, name
         )
     if options.method == "hybrid_async":
         _check_hybrid(config, name)
-        if options.micro_batches > 1 or options.shares != "equal":
+        if options.micro_batches > 1:
             raise ConfigurationError(
-                f'{name}: "micro_batches" and "shares" are not supported: DeepSpeed accumulates '
-                '"gradient_accumulation_steps" batches on every worker; leave them out'
+                f'{name}: "micro_batches" is what DeepSpeed has as "gradient_accumulation_steps": give that'
             )
     check_ranks(options, section.island_size, name)
 

@@ -56,7 +56,7 @@ class ShardedLoader:
         endless: whether a loop goes on until the run is over; else it has ``len(loader)`` batches, if the run is not
             over before.
         loading: by how many processes batches are made, and what happens to the last batch of a pass.
-        steps: returns the number of the engine's steps so far, skipped ones included.
+        trained: returns the number of micro-batches in the engine's steps so far, skipped ones included.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class ShardedLoader:
         join: Callable[[], DataPosition],
         endless: bool,
         loading: Loading,
-        steps: Callable[[], int],
+        trained: Callable[[], int],
     ) -> None:
-        self.dataset, self.share, self._steps = dataset, share, steps
+        self.dataset, self.share, self._trained = dataset, share, trained
         batches = _ShardBatches(dataset, share, ShardOrder(share.sizes, seed), collate or default_collate)
         self._reader, self._drop_last = BatchReader(batches, loading), loading.drop_last
         self.join, self.endless = join, endless
@@ -83,21 +83,23 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[object]:
         """Yields batches at the worker's position: a step's are those of its shard, whatever was drawn ahead."""
-        position, before = self.join(), self._steps()
+        position, before = self.join(), self._trained()
+        shared = 1 if position.drawn is None else self.share.workers  # one may have nearly all of a step
         for drawn in count() if self.endless else range(len(self)):
             if position.finished:
                 return
-            self._check_number(drawn, self._steps() - before)
+            self._check_number(drawn, self._trained() - before, shared)
             yield self._reader.read((position.shard or 0, self._counter.next(position)))
 
-    def _check_number(self, drawn: int, steps: int) -> None:
+    def _check_number(self, drawn: int, trained: int, shared: int) -> None:
         """Ends the process with one line where steps have more batches than the configuration says: the next step would
         begin with batches that this one has had already."""
-        expected = self.share.micro_batches
-        if steps and drawn > (steps + 1) * expected + _AHEAD:  # a loop without a step may evaluate
+        average = self.share.micro_batches
+        if trained and drawn > trained + shared * average + _AHEAD:  # a loop without a step may evaluate
             fail(
-                f'{drawn} batches were drawn in {steps} steps, and "gradient_accumulation_steps" is {expected}: with '
-                "training_data= give the number of batches of a step there, or use a data loader of your own"
+                f"{drawn} batches were drawn for steps that have had {trained}, and "
+                f'"gradient_accumulation_steps" is {average}: with training_data= give the number of batches of a step '
+                "there, or use a data loader of your own"
             )
 
 
@@ -116,7 +118,7 @@ class _ShardBatches(Dataset[tuple[BatchKey, object]]):
 
 def fix_batch_size(engine: DeepSpeedEngine) -> None:
     """Makes an engine refuse another batch size: its loader numbers the batches of its shards by the present one, and
-    would draw samples twice."""
+    would draw samples twice. Where the server divides a step, its size is the server's."""
     for name in ("set_train_batch_size", "set_train_micro_batch_size"):
         setattr(engine, name, partial(_refuse_batch_size, name))
 
@@ -124,7 +126,7 @@ def fix_batch_size(engine: DeepSpeedEngine) -> None:
 def _refuse_batch_size(name: str, size: int) -> NoReturn:
     fail(
         f"{name}({size}): with training_data= the batch size stays that of the configuration; set it there, or give a "
-        "data loader of your own"
+        'data loader of your own, and "shares": "equal"'
     )
 
 

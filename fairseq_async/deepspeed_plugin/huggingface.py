@@ -24,7 +24,7 @@ from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.deepspeed_plugin.compat import check_not_started
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.initialize import initialize
-from fairseq_async.errors import AsyncError, as_key, fail, spell_options
+from fairseq_async.errors import AsyncError, fail, spell_options
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions
 from fairseq_async.pytorch.divided import Division, Place
 from fairseq_async.pytorch.follow_run import FollowRun, Plan, Worker, wrap
@@ -121,7 +121,7 @@ def _enter_world(given: str | Config | None) -> None:
     section = config[_SECTION]
     if isinstance(section, dict) and section.get("total_steps") == "auto":
         section = {key: value for key, value in section.items() if key != "total_steps"}  # the Trainer says it later
-    spell_options(as_key)
+    spell_options(configuration.as_key)
     try:
         _, ours, options = configuration.split(
             config | {_SECTION: section}, given if isinstance(given, str) else "config"

@@ -51,7 +51,7 @@ from fairseq_async.deepspeed_plugin.engines.tensors import replica_of, trainable
 from fairseq_async.deepspeed_plugin.exit import leave_at_exit
 from fairseq_async.deepspeed_plugin.loading import loading_of
 from fairseq_async.deepspeed_plugin.schedules import Schedule
-from fairseq_async.errors import AsyncError, ConfigurationError, as_key, fail, spell_options
+from fairseq_async.errors import AsyncError, ConfigurationError, fail, spell_options
 from fairseq_async.method.global_server import local_sgd_server
 from fairseq_async.method.methods import MethodOptions
 from fairseq_async.method.option_checks import check_ranks
@@ -132,7 +132,7 @@ def initialize(
         "dist_init_required": dist_init_required,
         "mesh_param": mesh_param,
     }
-    spell_options(as_key)
+    spell_options(configuration.as_key)
     try:
         given, name = configuration.read(args, config if config is not None else config_params)
         return _initialize(_Arguments(args, model, training_data, collate_fn, others, name), given)
@@ -215,6 +215,11 @@ class _Arguments:
         share = DataShare(sizes, engine.workers, batch_size, micro_batches, *ranks)
         loading = loading_of(config, self.name)
         fix_batch_size(engine)
+
+        def trained() -> int:
+            shared = isinstance(engine, HybridEngine) and engine.spec.micro_batches
+            return engine.trained if shared else int(engine.global_steps) * micro_batches
+
         return ShardedLoader(
             self.training_data,
             share,
@@ -223,7 +228,7 @@ class _Arguments:
             join,
             options.total_steps > 0,
             loading,
-            lambda: int(engine.global_steps),
+            trained,
         )
 
 
@@ -283,8 +288,8 @@ def _initialize_asynchronous(
     check_ranks(options, context.island_size, arguments.name)
     if not context.joins:  # a mistake is to show before anything starts
         sizes = sizes_of_shards(data, shards, context.workers, arguments.name)
-        _describe(options, section, context, sizes, {})
-        checks.worker_batch(config, context.ranks, context.island_size, arguments.name)
+        own = checks.worker_batch(config, context.ranks, context.island_size, arguments.name)
+        _describe(_accumulating(options, own, context), section, context, sizes, {})
     module = local_sgd_server(options.upstream) if isinstance(options, LocalSGDOptions) else _HYBRID_SERVER
     device = get_accelerator().current_device_name()
     context, client, server = connect_rank(context, module, section, Path(section.run_dir), device)
@@ -314,6 +319,7 @@ def _make_worker_engine(
     _init_distributed()
     own = configuration.own_monitor(config, context.worker)
     own = checks.worker_batch(own, context.ranks, context.island_size, arguments.name)
+    options = _accumulating(options, own, context)
     engine: AsyncEngine
     if isinstance(options, HybridOptions):
         made = arguments.make_engine(server_description.without_masters(server_description.without_schedule(own)))
@@ -330,11 +336,21 @@ def _make_worker_engine(
     note_untrained(async_worker, engine.module, {id(each) for _, each in trainable(engine)})
     description = _describe(options, section, context, sizes, inner)
     engine.set_up(async_worker, description, context, Path(section.run_dir))
+    if description.micro_batches:
+        fix_batch_size(engine)
     atexit.register(leave_at_exit, client, engine, server)
     _made.append(engine)
     ranks = context.rank, context.island_size
     loader = arguments.make_loader(engine, sizes, options, ranks, engine.join_run, own)
     return engine, made[1], loader, engine.lr_scheduler
+
+
+def _accumulating(options: AsyncOptions, config: Config, context: WorkerContext) -> AsyncOptions:
+    """Returns the options with the number of micro-batches that a worker's configuration accumulates, where the server
+    divides them."""
+    if not isinstance(options, HybridOptions) or options.shares == "equal":
+        return options
+    return options.model_copy(update={"micro_batches": checks.micro_batches(config, context.island_size)})
 
 
 def _init_distributed() -> None:

@@ -75,6 +75,7 @@ class AsyncWorker:
         version: the server's version of the parameters that the worker started from.
         sequence: the number of the worker's next update.
         done: number of local steps that were not sent yet.
+        drawn: number of micro-batches in this worker's steps, where these differ in their number; else None.
         look_ahead: number of versions ahead of ``version`` at which the worker has started.
         batches: the worker's first batches, of which a digest goes with an update.
         details: what the worker tells of itself when it joins.
@@ -87,6 +88,7 @@ class AsyncWorker:
         self.joined = self.finished = False
         self.version = self.sequence = self.done = 0
         self.look_ahead = 0.0
+        self.drawn: int | None = None
         self.batches = BatchDigest()
         self.last: dict[str, float] = {}
         self.details = JoinDetails()

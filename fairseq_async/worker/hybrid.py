@@ -13,7 +13,7 @@ from fairseq_async.algorithms.missing import missing_of
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange.devices import Transfer
-from fairseq_async.method.spec import MethodSpec
+from fairseq_async.method.spec import JsonObject, MethodSpec
 from fairseq_async.protocol import Assignment, Push, Report, Welcome
 from fairseq_async.protocol.receipt import Status
 from fairseq_async.worker.async_worker import AsyncWorker
@@ -21,6 +21,7 @@ from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.replica import TensorReplica, between
 
 MOST_REFUSED = 10  # gradients in a row, before a worker stops
+_DRAWN = "micro_batches"  # the key of a worker's position
 
 
 class HybridWorker(AsyncWorker):
@@ -54,7 +55,7 @@ class HybridWorker(AsyncWorker):
         self.learning_rate = self._steps = 0.0
         self.weight: float | None = None
         self.micro_batches = 0
-        self._partial_steps = False
+        self._partial_steps, self._average = False, 0
         self.last = {"staleness": 0.0, "push_seconds": 0.0, "pull_seconds": 0.0}
 
     @property
@@ -74,12 +75,16 @@ class HybridWorker(AsyncWorker):
 
     def join(self, spec: MethodSpec) -> Welcome:
         self._partial_steps = spec.closes_early or "parts" in spec.framework  # a version is not a whole step
+        self._average = spec.micro_batches
         return super().join(spec)
 
     def begin(self, welcome: Welcome) -> None:
         """Takes the server's parameters and the learning rate."""
         super().begin(welcome)
         self._note(welcome.assignment)
+        if self._average:
+            drawn = (welcome.position or {}).get(_DRAWN)
+            self.drawn = drawn if isinstance(drawn, int) else self.sequence * self._average
 
     def take_state(self, server: State) -> None:
         """Takes parameters and progress from the server's whole state."""
@@ -115,7 +120,8 @@ class HybridWorker(AsyncWorker):
     def step(self, samples: float, loss: float | None, norm: float | None = None, factor: float = 1.0) -> None:
         """Pushes the parameters' ``grad`` times ``factor``, the mean over ``samples``, as :meth:`exchange` does."""
         weight = float(samples) if self.weight is None else self.weight
-        self.exchange(partial(self.write, factor=factor), weight, Report(loss=loss), norm)
+        position: JsonObject | None = None if self.drawn is None else {_DRAWN: self.drawn + self.micro_batches}
+        self.exchange(partial(self.write, factor=factor), weight, Report(position, loss=loss), norm)
 
     def exchange(
         self,
@@ -152,6 +158,8 @@ class HybridWorker(AsyncWorker):
         answer = self.client.push(write, Push(self.sequence, self.version, weight, timed, norm, pulls=True))
         pushed = time.perf_counter()
         self.sequence += 1
+        if self.drawn is not None:
+            self.drawn += self.micro_batches
         self.finished = answer.finished
         self._note(answer.assignment)
         if answer.version != self.version or self.finished:  # at the end too: the parameters here may be rounded

@@ -15,6 +15,7 @@ class DataPosition(Protocol):
         shard: number of the shard; None where the server assigns none.
         offset: number of steps of the shard that were drawn before this assignment.
         done: number of steps since then.
+        drawn: number of batches of the shard in the steps before, where steps differ in their number; else None.
         finished: whether the run is over.
     """
 
@@ -29,6 +30,9 @@ class DataPosition(Protocol):
 
     @property
     def done(self) -> int: ...
+
+    @property
+    def drawn(self) -> int | None: ...
 
     @property
     def finished(self) -> bool: ...
@@ -50,7 +54,8 @@ class BatchCounter:
         """Returns the number of the next batch in the shard; the count goes on over further passes."""
         current = (position.sequence, position.done)
         self._step, self._micro_batch = current, self._micro_batch + 1 if current == self._step else 0
-        return (position.offset + position.done) * self.micro_batches + self._micro_batch
+        first = (position.offset + position.done) * self.micro_batches if position.drawn is None else position.drawn
+        return first + self._micro_batch
 
 
 def shard_sizes(samples: int, shards: int) -> list[int]:

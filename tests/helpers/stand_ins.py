@@ -27,6 +27,7 @@ class Position:
     shard: int | None = 0
     offset: int = 0
     done: int = 0
+    drawn: int | None = None
     finished: bool = False
 
 

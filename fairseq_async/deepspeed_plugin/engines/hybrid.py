@@ -16,7 +16,7 @@ from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
 from fairseq_async.deepspeed_plugin.engines.tensors import trainable
 from fairseq_async.deepspeed_plugin.schedules import NamedSchedule, show_rates
 from fairseq_async.deepspeed_plugin.server_description import SCHEDULER, count_steps_as_torch, described
-from fairseq_async.errors import fail
+from fairseq_async.errors import ConfigurationError, fail
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.pytorch.brought_state import (
     StateInServer,
@@ -50,12 +50,21 @@ class HybridEngine(AsyncEngine):
     """The engine of hybrid asynchronous SGD: pushes gradients to the server, whose optimizer steps.
 
     The engine's own optimizer never steps; its parameter groups show the learning rates of the server's optimizer.
+
+    Where the server divides the micro-batches of a step among the workers, ``gradient_accumulation_steps()`` is this
+    worker's number in its present gradient, and ``train_batch_size()`` the number of their samples.
+
+    Attributes:
+        trained: number of micro-batches in the steps so far, where the server divides them; else 0.
     """
 
     async_worker: HybridWorker
     loss_scale: LossScale
     half_precision: torch.dtype | None = None  # the model's type, if it is in half precision
     _moments: StateInServer | None = None  # of the optimizer, once the worker has joined
+    trained = 0
+    _share = 0  # number of micro-batches in the present gradient, where the server says it
+    _first = _passes = 0  # micro_steps at its first one, and its calls of backward
     _saves = False  # whether the engine itself saves the optimizer, with the server's state beside it
 
     def set_up(
@@ -90,6 +99,7 @@ class HybridEngine(AsyncEngine):
             count_steps_as_torch(self.optimizer)
             self.async_worker.details.moments = checksum_of_moments(trainable(self), [self.optimizer])
         super()._join(server_state)
+        self._begin_share()
         self._moments = self.optimizer.state = StateInServer(dict)
         warn_of_missing_moments(self.optimizer, "engine.save_checkpoint() in its place", lambda: self._saves)
 
@@ -129,8 +139,71 @@ class HybridEngine(AsyncEngine):
         """Whether the model is in bf16; scripts ask for it to round their batches."""
         return self.half_precision is torch.bfloat16
 
+    # Shares by speed
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._share or int(super().gradient_accumulation_steps())
+
+    def train_batch_size(self) -> int:
+        samples, average = int(super().train_batch_size()), int(super().gradient_accumulation_steps())
+        return samples // average * self.gradient_accumulation_steps()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        if not self._share or self._ends_by_script():
+            return bool(super().is_gradient_accumulation_boundary())
+        return self.micro_steps + 1 - self._first >= self._share
+
+    def step(self, *args: object, **kwargs: object) -> None:
+        """Steps as :meth:`AsyncEngine.step`; the next gradient may have another number of micro-batches."""
+        before = self.global_steps
+        super().step(*args, **kwargs)
+        if self.global_steps > before:
+            self._begin_share()
+
+    def end(self, for_all: bool = False) -> None:
+        """Ends as :meth:`AsyncEngine.end`. Micro-batches that a loop has left are sent first where they complete a step
+        of the average number, which plain DeepSpeed would have taken."""
+        if self._share and not (for_all or self.finished):
+            rest, drawn, average = self.micro_steps - self._first, self.async_worker.drawn or 0, self.spec.micro_batches
+            if drawn // average < (drawn + rest) // average:
+                self._step_with(rest)
+        super().end(for_all)
+
+    def _step_with(self, rest: int) -> None:
+        """Steps after fewer micro-batches, whose losses were divided by more."""
+        for gradient in step_gradients(trainable(self)):
+            gradient.mul_(self._share / rest)
+        self._share = self.async_worker.micro_batches = rest
+        self.allreduce_gradients()
+        self._take_model_step(None)
+        self._begin_share()
+
+    def _begin_share(self) -> None:
+        if self.spec.micro_batches:
+            self.trained += self._passes
+            self._share, self._first, self._passes = self.async_worker.micro_batches, self.micro_steps, 0
+
+    def _ends_by_script(self) -> bool:
+        return self._is_gradient_accumulation_boundary is not None or not self.managed_gradient_accumulation()
+
+    def _check_share(self) -> None:
+        """Checks that a script that says itself where a gradient ends, as accelerate does, knows the share.
+
+        Raises:
+            ConfigurationError: it does not.
+        """
+        if not self._share or not self._ends_by_script():
+            return
+        self._share = self.async_worker.micro_batches  # the Trainer's, which may have fewer left in its epoch
+        if self._passes != self._share:
+            raise ConfigurationError(
+                f'a step after {self._passes} micro-batches, of which it has {self._share} by "shares": give "equal" '
+                "there, or end a step after engine.gradient_accumulation_steps() of them"
+            )
+
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> object:
         """Computes gradients as :meth:`AsyncEngine.backward`, in fp16 of the loss times its scale."""
+        self._passes += 1
         if (scale := self.loss_scale.value) == 1.0:
             return super().backward(loss, *args, **kwargs)
         super().backward(loss * scale, *args, **kwargs)
@@ -166,6 +239,7 @@ class HybridEngine(AsyncEngine):
         gradients = step_gradients(trainable(self))
         if not gradients:
             return self._skip_without_gradient()
+        self._check_share()
         self.loop.slowed_down()
         factor = 1.0 / self.loss_scale.value
         self.async_worker.write_ahead(factor)  # while the norm is measured

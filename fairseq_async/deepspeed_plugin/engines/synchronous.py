@@ -134,6 +134,7 @@ class GroupPosition:
         self._engine = engine
         self.sequence = self.offset = 0
         self.shard: int | None = 0
+        self.drawn = None
 
     @property
     def done(self) -> int:
