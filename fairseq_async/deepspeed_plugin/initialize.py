@@ -216,10 +216,7 @@ class _Arguments:
         loading = loading_of(config, self.name)
         fix_batch_size(engine)
 
-        def trained() -> int:
-            shared = isinstance(engine, HybridEngine) and engine.spec.micro_batches
-            return engine.trained if shared else int(engine.global_steps) * micro_batches
-
+        shared = engine if isinstance(engine, HybridEngine) and engine.spec.micro_batches else None
         return ShardedLoader(
             self.training_data,
             share,
@@ -228,7 +225,7 @@ class _Arguments:
             join,
             options.total_steps > 0,
             loading,
-            trained,
+            lambda: shared.trained if shared else int(engine.global_steps) * micro_batches,
         )
 
 
@@ -346,11 +343,10 @@ def _make_worker_engine(
 
 
 def _accumulating(options: AsyncOptions, config: Config, context: WorkerContext) -> AsyncOptions:
-    """Returns the options with the number of micro-batches that a worker's configuration accumulates, where the server
-    divides them."""
-    if not isinstance(options, HybridOptions) or options.shares == "equal":
-        return options
-    return options.model_copy(update={"micro_batches": checks.micro_batches(config, context.island_size)})
+    """Returns the options with the number of micro-batches that a worker accumulates, where the server divides them."""
+    if isinstance(options, HybridOptions) and options.shares == "auto":
+        return options.model_copy(update={"micro_batches": checks.micro_batches(config, context.island_size)})
+    return options
 
 
 def _init_distributed() -> None:
