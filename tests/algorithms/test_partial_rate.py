@@ -17,6 +17,13 @@ def test_a_whole_step_has_the_whole_rate_to_the_bit(make: type[torch.optim.Optim
     assert partial_rate(make([torch.zeros(1)], lr=0.1), 1.0) == 1.0  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("make", "rate"), [(torch.optim.RMSprop, 0.5), (torch.optim.Muon, 0.5), (torch.optim.Adagrad, 0.25)]
+)
+def test_what_divides_by_a_running_mean_has_the_square_root(make: type[torch.optim.Optimizer], rate: float) -> None:
+    assert partial_rate(make([torch.zeros(2, 2)], lr=0.1), 0.25) == rate  # type: ignore[call-arg]
+
+
 def moved(n: int, make: type[torch.optim.Optimizer], signal: float, noise: float) -> float:
     """How far an optimizer goes in steps of n of 4 gradients, in the mean of many parameters."""
     random = torch.Generator().manual_seed(1)

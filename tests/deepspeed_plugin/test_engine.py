@@ -27,6 +27,7 @@ from fairseq_async.deepspeed_plugin.engines.tensors import check_masters, replic
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange import SharedMemory
+from fairseq_async.protocol import Push
 from fairseq_async.worker.changes import LoopWatch
 from fairseq_async.worker.connection.island import IslandClient, _share_slot
 from fairseq_async.worker.start.context import WorkerContext
@@ -314,7 +315,7 @@ def test_no_rank_of_an_island_writes_the_slot_before_all_have_read_it_nor_sends_
     monkeypatch.setattr(island, "_barrier", lambda: did.append("all"))
     monkeypatch.setattr(island, "_broadcast_answer", lambda request, kind: request(client))
     island.initialise(None)
-    island.push(lambda slot: did.append("write"), None)
+    island.push(lambda slot: did.append("write"), Push(0, 0, 1.0))
     island.pull(lambda slot: did.append("read"))
     assert did == ["all", "initialise", "write", "all", "push", "pull", "read", "all"]
 

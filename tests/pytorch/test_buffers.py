@@ -193,6 +193,23 @@ def test_a_state_brings_the_statistics_back_and_a_module_may_have_another_tensor
     assert torch.equal(second, 2 * first) and first.any()
 
 
+def test_a_buffer_that_gets_another_shape_is_one_line(workers: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    def train(net: nn.Module) -> None:
+        owner, _, name = FLOATS[0].rpartition(".")
+        with AsyncLocalSGD(net, optimizer := SGD(net.parameters(), lr=0.1), local_steps=1, buffers="average"):
+            step(net, optimizer, 0, 0)
+            torch.stack([each.sum() for each in net.parameters()]).sum().backward()
+            setattr(net.get_submodule(owner), name, torch.zeros(1))  # it would be broadcast
+            optimizer.step()
+
+    def ends(worker: int) -> None:
+        with pytest.raises(SystemExit, match="2"):
+            train(model())
+
+    workers(1, local_sgd_main.build).run(ends)
+    assert f"the buffer {FLOATS[0]} has changed its shape, or is gone" in capfd.readouterr().err
+
+
 def test_without_rounds_the_average_is_that_of_the_last_values_and_no_variance_is_negative() -> None:
     """Two workers' variances fall from 10 to 1, one of them twice. A sum of halved differences would be −3.5."""
     rule = WorkerBuffers(NesterovMomentum(1.0, 0.9, workers=2), parameters=1, workers=2, average=True)

@@ -3,7 +3,7 @@
 import multiprocessing
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from fairseq_async.pytorch import AsyncLocalSGD
 from fairseq_async.server.programs import local_sgd_main
+from fairseq_async.worker.async_worker import MOST_LEFT_OUT
 from fairseq_async.worker.start.context import check_guard
 from tests.helpers.thread_workers import ThreadWorkers
 
@@ -160,6 +161,46 @@ def test_worker_0_evaluates_the_servers_parameters_and_goes_on_with_its_own(work
     torch.testing.assert_close(servers, TARGETS[0] * (1 - (1 - LR) ** 2))  # as of the last exchange
     assert torch.equal(pulled, own)  # the third step was sent first
     assert list((tmp_path / "own").iterdir()) == []
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_is_changed_while_the_model_has_the_servers_parameters_stays(
+    workers: Start, tmp_path: Path, raises: bool
+) -> None:
+    def train(worker: int) -> Tensor:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        with AsyncLocalSGD(model, optimizer, local_steps=2, run_dir=str(tmp_path / "own")) as training:
+            model(TARGETS[0]).backward()
+            optimizer.step()
+            with suppress(ValueError), training.server_parameters():
+                model.theta.data.fill_(7.0)
+                if raises:
+                    raise ValueError
+            return model.theta.detach().clone()
+
+    (after,) = workers(1, local_sgd_main.build).run(train)
+    assert torch.equal(after, torch.full_like(after, 7.0))
+
+
+def test_a_loop_of_nan_alone_ends_with_one_line(
+    workers: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train(worker: int) -> None:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        with AsyncLocalSGD(model, optimizer, local_steps=2, run_dir=str(tmp_path / "own")):
+            for _ in range(MOST_LEFT_OUT - 1):
+                (model(TARGETS[0]) * float("nan")).backward()
+                optimizer.step()
+            (model(TARGETS[0]) * float("nan")).backward()
+            with pytest.raises(SystemExit, match="2"):
+                optimizer.step()
+
+    workers(1, local_sgd_main.build).run(train)
+    assert (
+        f"the last {MOST_LEFT_OUT} local steps of worker 0 had NaN or Inf and were left out" in capfd.readouterr().err
+    )
 
 
 def test_a_loop_that_goes_on_after_it_has_left_is_one_line_of_error(
