@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -165,6 +164,8 @@ def round_model(engine: DeepSpeedEngine, kind: torch.dtype) -> None:
     """
     if kind not in deepspeed.get_accelerator().supported_dtypes():
         raise ConfigurationError(f'{str(kind).removeprefix("torch.")} is not supported on this device: give "bf16"')
+    from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern  # older versions fail in check_attributes first
+
     kept = keep_in_fp32_pattern(engine.module, engine._config.keep_in_fp32_modules, kind)
     _, buffers = engine._mixed_precision_dtypes()
     engine._cast_module_mixed_precision(kind, buffers, False, kept)
