@@ -309,7 +309,7 @@ def test_a_users_mistake_is_one_line_and_ends_everything(
         (["--inner-optimizer", "adem"], "--inner-optimizer adem"),
         (["--updates-per-step", "0"], "--updates-per-step: Input should be greater than or equal to 1 (it is 0)"),
         (["--ddp-backend", "fully_sharded"], "--ddp-backend fully_sharded: not possible with --optimizer"),
-        (["--distributed-world-size", "2"], "--distributed-world-size is 2"),
+        (["--distributed-world-size", "3"], "--distributed-world-size is 3"),
         (["--update-freq", "0"], "--update-freq 0: a step needs a batch"),
     ],
 )
