@@ -199,6 +199,8 @@ def _plan_training(original: Callable[..., Plan], trainer: Trainer, *args: objec
     if context is None:
         return original(trainer, *args)
     section = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config[_SECTION]
+    if section.get("shares") == "auto":
+        fail('"shares": "auto" does not go with the Trainer, which accumulates as many batches on every worker')
     steps = section.get("total_steps", "auto")
     flow = FollowEngine(trainer, _worker_side, _take_parameters, lambda: None)
     return flow.plan(original(trainer, *args), args[1], 0 if steps == "auto" else steps, context.workers, False)

@@ -163,12 +163,23 @@ def test_with_an_optimizer_alone_the_trainers_schedule_is_the_servers(tmp_path: 
     assert rates[0] > rates[-1] and rates[len(rates) // 2 - 1] == pytest.approx(0.005, rel=0.1)
 
 
-def test_a_schedule_that_stays_in_the_trainer_is_one_line_of_error(tmp_path: Path) -> None:
-    without = {key: value for key, value in BASE.items() if key not in ("optimizer", "scheduler")}
-    code, output = run(tmp_path, 1, {"method": "hybrid_async"}, base=without)
-    assert code != 0 and "Traceback" not in output
-    says = 'config.json: the Trainer keeps its learning-rate schedule from the run: add "optimizer": {"type": "AdamW"'
-    assert says in output
+@pytest.mark.parametrize(
+    ("section", "without", "says"),
+    [
+        (
+            {},
+            {"optimizer", "scheduler"},
+            'config.json: the Trainer keeps its learning-rate schedule from the run: add "optimizer": {"type": "AdamW"',
+        ),
+        ({"shares": "auto"}, set(), 'error: "shares": "auto" does not go with the Trainer'),
+    ],
+)
+def test_what_stays_in_the_trainer_is_one_line_of_error(
+    tmp_path: Path, section: dict[str, Any], without: set[str], says: str
+) -> None:
+    base = {key: value for key, value in BASE.items() if key not in without} | {"gradient_accumulation_steps": 2}
+    code, output = run(tmp_path, 1, {"method": "hybrid_async"} | section, base=base)
+    assert code != 0 and "Traceback" not in output and says in output
 
 
 NOT_OURS = {
