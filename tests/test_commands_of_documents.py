@@ -40,6 +40,7 @@ SHORTER = (
     (r"^((?!.*--save-dir).*fairseq-train\)? .*)$", r"\1 --save-dir SAVE_DIR"),
     (r"--max-update 20000", "--max-update 3"),
     (r"(--workers|--nproc-per-node|srun -n) [3-9]", r"\1 2"),
+    (r"--(ranks-per-worker|distributed-world-size) 4", r"--\1 2"),
     (r"--workers 2 (-- fairseq-train .*--(?:compress|fragments|shards|record))", r"--workers 1 \1"),
     (r"^torchrun", "torchrun --standalone"),
     (r"--num_(?:gpus|accelerators) \d", "--num_accelerators 2 --master_port 29400"),
