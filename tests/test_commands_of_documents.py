@@ -130,6 +130,8 @@ def _environment(folder: Path) -> None:
     """The project's virtual environment, which its scripts take as complete: nothing is downloaded and compiled."""
     (folder / ".venv" / "bin").mkdir(parents=True)
     (folder / ".venv" / "bin" / "activate").touch()
+    if compiled := os.environ.get("TORCH_EXTENSIONS_DIR"):  # without it, a command would compile for minutes
+        (folder / ".venv" / "torch_extensions").symlink_to(compiled)
     name = "complete-$(cat setup.py scripts/environment.sh | cksum | cut -d' ' -f1)"
     subprocess.run(["bash", "-c", f"touch .venv/{name}"], cwd=folder, check=True)
 
