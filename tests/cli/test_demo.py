@@ -21,8 +21,9 @@ def test_both_runs_train_on_as_many_batches_and_the_curves_are_drawn(
     output = capsys.readouterr().out
     for name in ("synchronous", "asynchronous"):
         events = read_events(tmp_path / "demo" / name / "events.jsonl")
-        assert 11 <= len(events) <= 15 and {event.worker for event in events} == {0, 1}
-        assert name == "asynchronous" or {event.staleness for event in events} == {0}
+        assert 11 <= len(events) <= 15
+        if name == "synchronous":  # beside load the other run may have ended before its second worker is there
+            assert {(event.worker, event.staleness) for event in events} == {(0, 0), (1, 0)}
     assert "loss  +" in output and "the synchronous run's last loss" in output
     assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
 
