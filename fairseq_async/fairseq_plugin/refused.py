@@ -13,6 +13,7 @@ from fairseq_async.errors import ConfigurationError, fail
 from fairseq_async.fairseq_plugin.shards import directories_of
 from fairseq_async.worker.start.context import ranks_of_launcher
 from fairseq_async.worker.start.process import errors_in_one_line
+from fairseq_async.worker.start.server_process import say
 from fairseq_async.worker.start.world import enter_world
 
 LEGACY = ("legacy_ddp", "no_c10d")
@@ -39,6 +40,11 @@ def enter_worker(default: str) -> tuple[str, int]:
             f"--distributed-world-size is {ranks}: that many ranks of this worker were not started; give "
             f"--distributed-world-size 1, or start them with fairseq-async launch --ranks-per-worker {ranks}, or a "
             "multiple of them with torchrun"
+        )
+    if divides and 1 < ranks == int(os.environ["WORLD_SIZE"]) and os.environ["RANK"] == "0":
+        say(
+            f"--distributed-world-size is {ranks}, so all {ranks} ranks are one worker, which trains synchronously; "
+            f"give 1 for {ranks} asynchronous workers"
         )
     if ranks != 1:
         with errors_in_one_line():

@@ -1,5 +1,6 @@
 """Workers of several ranks: inside each, fairseq is a plain distributed run."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import flags as flags_of
+from fairseq_async.fairseq_plugin import refused
 from tests.helpers.commands import Processes, synchronous
 from tests.helpers.fairseq_flags import parsed
 from tests.helpers.run_files import events, relative_differences
@@ -76,3 +78,17 @@ def test_what_several_ranks_do_not_have_is_one_line(
     describe = flags_of.describe_hybrid if method == "hybrid_async" else flags_of.describe_local_sgd
     with pytest.raises(ConfigurationError, match=message):
         describe(cfg.optimizer, cfg, 2)
+
+
+@pytest.mark.parametrize(("ranks", "given", "says"), [(4, 4, True), (4, 2, False), (4, 1, False)])
+def test_ranks_that_are_all_one_worker_are_said_to_train_synchronously(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ranks: int, given: int, says: bool
+) -> None:
+    """As many as torchrun has started, which plain fairseq would be given."""
+    entered: list[int] = []
+    monkeypatch.setattr(refused, "enter_world", entered.append)
+    monkeypatch.setattr(sys, "argv", ["fairseq-train", "--distributed-world-size", str(given)])
+    for name, value in {"RANK": 0, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    assert refused.enter_worker("adam") == ("adam", given) and entered == [given] * (given > 1)
+    assert (f"all {ranks} ranks are one worker, which trains synchronously" in capsys.readouterr().err) is says
