@@ -17,13 +17,12 @@ def test_both_runs_train_on_as_many_batches_and_the_curves_are_drawn(
 ) -> None:
     programs = stand_ins(start(COMMON, {"PYTHONPATH": str(ROOT)}))
     monkeypatch.setattr(sys, "executable", str(programs / "python"))
-    demo(tmp_path / "demo", steps=6)
+    demo(tmp_path / "demo", steps=30)  # long enough for the second worker, which may start seconds later beside load
     output = capsys.readouterr().out
     for name in ("synchronous", "asynchronous"):
         events = read_events(tmp_path / "demo" / name / "events.jsonl")
-        assert 11 <= len(events) <= 15
-        if name == "synchronous":  # beside load the other run may have ended before its second worker is there
-            assert {(event.worker, event.staleness) for event in events} == {(0, 0), (1, 0)}
+        assert 59 <= len(events) <= 63 and {event.worker for event in events} == {0, 1}
+        assert name == "asynchronous" or {event.staleness for event in events} == {0}
     assert "loss  +" in output and "the synchronous run's last loss" in output
     assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
 
