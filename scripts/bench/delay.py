@@ -36,6 +36,7 @@ BATCH, WARMUP, LEAST = 4, 20, 0.1  # sequences; steps; share of the rate at the 
 BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 FIRST_RATE = 2e-3
 LOOKS = ("none", "fixed", "measured")  # how far ahead workers start: not at all, τ steps, as the server measures
+FEEDBACK = "feedback"  # no look-ahead, but error feedback of whole steps: x ← x − u − τ (u − u′), arXiv 2606.30634
 
 
 def make_optimizers(kind: str, model: torch.nn.Module, lr: float) -> list[Optimizer]:
@@ -56,12 +57,12 @@ class Starts:
 
     Args:
         delay: τ, the versions between a start and the step of its gradient.
-        look: one of :data:`LOOKS`.
+        look: one of :data:`LOOKS`, or :data:`FEEDBACK`.
     """
 
     def __init__(self, delay: int, look: str, parameters: Tensor) -> None:
         self.delay, self.versions = delay, 0
-        self.look_ahead = LookAhead({"none": 0.0, "fixed": float(delay), "measured": None}[look])
+        self.look_ahead = LookAhead({"none": 0.0, "fixed": float(delay), "measured": None, FEEDBACK: 0.0}[look])
         self.look_ahead.follow(0, parameters)
         self._last = parameters
         self._kept = deque([parameters], maxlen=delay + 1)
@@ -86,6 +87,7 @@ def train(data: Path, tokens: str, kind: str, delay: int, look: str, lr: float, 
     draw, parameters = torch.Generator().manual_seed(seed), list(c4.model.parameters())
     steppers = make_optimizers(kind, c4.model, lr)
     starts = Starts(delay, look, parameters_to_vector(parameters).detach().clone())
+    correction, last = (float(delay) if look == FEEDBACK else 0.0), None
     for step in range(steps):
         now = parameters_to_vector(parameters).detach().clone()
         vector_to_parameters(starts.next(), parameters)
@@ -97,6 +99,10 @@ def train(data: Path, tokens: str, kind: str, delay: int, look: str, lr: float, 
             for group in each.param_groups:
                 group["lr"] = rate_at(step, steps, lr)
             each.step()
+        update = now - parameters_to_vector(parameters).detach()
+        if correction and last is not None:  # the first step is as it is
+            vector_to_parameters(now - update - correction * (update - last), parameters)
+        last = update
         starts.stepped(parameters_to_vector(parameters).detach().clone())
     loss = c4.evaluate()
     return loss if math.isfinite(loss) else math.inf
@@ -150,7 +156,7 @@ def main(
     data: Annotated[Path, typer.Option(help="Directory with C4 shards.", exists=True)],
     optimizers: Annotated[str, typer.Option(help="With commas between them.")] = "adamw,muon",
     delays: Annotated[str, typer.Option(help="Versions τ, likewise.")] = "1,2,4",
-    looks: Annotated[str, typer.Option(help="How far ahead workers start, likewise.")] = ",".join(LOOKS),
+    looks: Annotated[str, typer.Option(help="How far ahead workers start, likewise; or feedback.")] = ",".join(LOOKS),
     steps: Annotated[int, typer.Option(min=1)] = 200,
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     out: Annotated[Path, typer.Option(help="What was run, to go on from.")] = Path("runs/bench/delay"),

@@ -167,3 +167,31 @@ def test_a_state_without_the_last_step_looks_nowhere() -> None:
     again = sgd(0.0, lr=1.0)
     again.load_state_dict(server.state_dict())
     assert ahead(again, 2.0) == 6.0
+
+
+@pytest.mark.parametrize("delay", [1, 3])
+@pytest.mark.parametrize("factor", [1.0, 2.5])
+def test_error_feedback_of_whole_steps_is_look_ahead_whose_model_is_where_its_workers_start(
+    delay: int, factor: float
+) -> None:
+    """x ← x − u − c (u − u′) with the optimizer's step u for a late gradient and the step before, u′. Without decay the
+    sum telescopes to x = θ + c (θ − θ′)."""
+    scale = torch.linspace(0.5, 3.0, 6, dtype=torch.float64)
+    place = torch.linspace(-2.0, 3.0, 6, dtype=torch.float64)
+    flat, ahead = place.clone(), place.clone()
+    optimizer = torch.optim.Adam([flat], lr=0.1, betas=(0.9, 0.98))
+    server = ParameterServer(flat, HybridAccumulation(optimizer, 1), keeps_last_step=True)
+    starts, x = [place.clone()] * delay, place.clone()
+    late, other, before = [place.clone()] * delay, torch.zeros_like(place), torch.zeros_like(place)
+    reference = torch.optim.Adam([other], lr=0.1, betas=(0.9, 0.98))
+    for step in range(30):
+        server.write_ahead(ahead, factor)
+        starts.append(ahead.clone())
+        server.push(Update(0, step, max(0, step - delay), 1.0, scale * starts.pop(0)))
+        late.append(x.clone())
+        here, other.grad = other.clone(), scale * late.pop(0)
+        reference.step()
+        update = here - other
+        x, before = x - update - factor * (update - before), update
+        server.write_ahead(ahead, factor)
+        torch.testing.assert_close(ahead, x, rtol=1e-12, atol=1e-12)
