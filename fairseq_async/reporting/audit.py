@@ -203,10 +203,11 @@ def _numbered(reader: LineReader[_Line]) -> dict[int, _Line]:
 
 
 def _lines(path: Path) -> int:
+    """Counts the whole lines of a file."""
     if not path.exists():
         return 0
     with path.open("rb") as file:
-        return sum(1 for _ in file)
+        return sum(line.endswith(b"\n") for line in file)
 
 
 def _note_cut(reader: LineReader[Event] | LineReader[Rollback], found: Audit) -> None:

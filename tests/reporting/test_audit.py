@@ -1,6 +1,7 @@
 """``fairseq-async audit``: logs that prove a run, and logs that do not."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.protocol import Report
 from fairseq_async.protocol.receipt import Receipt, Status
 from fairseq_async.records import event_log as events
-from fairseq_async.records.event_log import EventLog
-from fairseq_async.reporting.audit import AuditError, audit, show
+from fairseq_async.records.event_log import EVENTS, EventLog
+from fairseq_async.records.rollbacks import Rollback
+from fairseq_async.reporting.audit import Audit, AuditError, audit, show
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.server_client import join_patiently, push
 
@@ -70,6 +72,8 @@ def change(line: int, **values: Any) -> Callable[[list[dict[str, Any]]], None]:
         (change(5, version_after=1), "version 2 to 1"),
         (change(0, merged=[1], base_version=1, version_after=3), r"line 1: .* took the server from version 1 to 3"),
         (change(5, base_version=3), "line 6: worker 0's update 2 started from version 3"),
+        (change(5, base_version=3, staleness=-1), "line 6: worker 0's update 2 started from version 3, -1 before 2"),
+        (change(6, staleness=2), "line 7: worker 1's update 2 started from version 2, 2 before 3"),
         (change(4, sequence=2), "line 5: worker 0's update 2 was called a duplicate, but was never settled"),
     ],
 )
@@ -81,6 +85,86 @@ def test_the_first_violation_is_named(
     write(tmp_path, lines)
     with pytest.raises(AuditError, match=message):
         audit(tmp_path)
+
+
+def test_all_that_a_log_says_is_found_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It goes on from another directory, and has a merge, lines that are none, rollbacks, and cut files."""
+    lines = [
+        event(2, 70, 48, 51, staleness=2),
+        event(0, 8, 49, 53, staleness=3) | {"merged": [52]},
+        {"no": "event"},
+        event(2, 72, 53, 55, staleness=1),
+        {"no": "event"},
+        event(0, 10, 55, 57, staleness=1),
+        event(0, 12, 57, 58),
+    ]
+    write(tmp_path, lines)
+    write(tmp_path, [{"no": "event"}] * 2, events.BAD)
+    write(tmp_path, [event(0, 11, 57, 58), event(1, 5, 57, 59, staleness=1)], events.ROLLED_BACK)
+    first = rollback({0: 10, 2: 72}, 2)
+    write(tmp_path, [first, {"no": "rollback"}], events.ROLLBACKS)
+    cut = [events.ROLLBACKS, events.ROLLED_BACK, events.EVENTS]
+    for name in cut:
+        with (tmp_path / name).open("a") as file:
+            file.write('{"worker": 0')
+    found = audit(tmp_path)
+    source = "a state that line 2 of rollbacks.jsonl does not say"
+    second = {"time": 0.0, "source": source, "sequences": {}, "events": 0}
+    rollbacks = [Rollback.model_validate(each) for each in (first, second)]
+    bad = [line.partition(": ")[0] for line in found.bad]
+    assert bad == [f"{tmp_path / name}, line {at}" for name, at in (("rollbacks.jsonl", 2), (EVENTS, 3), (EVENTS, 5))]
+    assert found == Audit(
+        counts={0: Counter({Status.APPLIED: 3}), 2: Counter({Status.APPLIED: 2})},
+        rollbacks=rollbacks,
+        rolled_back=Counter({0: 1, 1: 1}),
+        covered=[((0, 11), rollbacks[0])],
+        first_version=50,
+        version=58,
+        cut=cut,
+        bad=found.bad,
+        set_aside=2,
+        unread=[(2, 71), (0, 9)],
+        unread_versions=2,
+    )
+    show(found, Console(width=80))
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in said if line.split()[:1] in (["0"], ["1"], ["2"])] == [
+        ["0", "3", "0", "0", "0", "0", "0", "1"],
+        ["1", "0", "0", "0", "0", "0", "0", "1"],
+        ["2", "2", "0", "0", "0", "0", "0", "0"],
+    ]
+    assert said[-14:] == [
+        *(f"{name}: the last line is cut; the audit goes to the line before it" for name in cut),
+        *found.bad,
+        "events.bad.jsonl: 2 lines that were no events, set aside when the server began again",
+        "worker 2's update 71 is missing: one of these lines may have been its own",
+        "worker 0's update 9 is missing: one of these lines may have been its own",
+        "the log begins at version 50: what was before is in another directory",
+        "the server went on from snapshot version-2.pt: 2 events were taken back",
+        "the server went on from a state that line 2 of rollbacks.jsonl does not say: 0 events were taken back",
+        "worker 0's update 11 is covered by the rollback to snapshot version-2.pt",
+        "version 58: each of 5 applied updates counts once",
+    ]
+
+
+def test_a_log_without_a_line_has_no_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, [])
+    found = audit(tmp_path)
+    assert (found, found.version, found.first_version, found.unreadable) == (Audit(), 0, None, 0)
+    show(found, Console(width=80))
+    said = capsys.readouterr().out
+    assert said.endswith("version 0: each of 0 applied updates counts once\n")
+    assert "set aside" not in said and "another directory" not in said
+
+
+def test_the_simulation_of_several_regions_is_refused_since_each_counts_its_own_versions(tmp_path: Path) -> None:
+    write(tmp_path, RUN)
+    described = {"method": {"framework": {"regions": 2}}, "layout": [], "simulated": {"name": "two"}}
+    (tmp_path / "run.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigurationError, match="a simulation of several regions, each of which counts its own"):
+        audit(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps(described | {"simulated": None}))
+    assert audit(tmp_path).applied == 3
 
 
 def test_what_a_rollback_took_back_is_named_and_anything_else_is_lost(tmp_path: Path) -> None:
@@ -142,6 +226,10 @@ def test_a_workers_first_update_may_be_lost_with_a_server_that_has_not_written_i
     write(tmp_path, [event(0, 2, 0, 0), event(1, 0, 0, 1)])
     with pytest.raises(AuditError, match="update 1 was acknowledged and is lost"):
         audit(tmp_path)
+    write(tmp_path, [event(0, 0, 0, 1), event(0, 2, 0, 1)])
+    write(tmp_path, [rollback({}, 0)] * 2, events.ROLLBACKS)
+    with pytest.raises(AuditError, match="update 1 was acknowledged and is lost"):
+        audit(tmp_path)  # its first one was written, and is there
 
 
 def test_a_run_that_goes_on_in_another_directory_begins_where_it_begins(tmp_path: Path) -> None:
