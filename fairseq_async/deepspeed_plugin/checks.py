@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+from torch.optim import Optimizer
 
+from fairseq_async.algorithms.muon import MuonAdamW
 from fairseq_async.deepspeed_plugin import dry_run
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.server.optimizers.torch_optimizer import OPTIMIZERS
@@ -16,8 +18,9 @@ from fairseq_async.server.optimizers.torch_optimizer import OPTIMIZERS
 # keys of "params" that DeepSpeed takes and torch's optimizers do not
 _KEYS_OF_DEEPSPEED = {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "bias_correction"}
 # DeepSpeed takes its own names in either case, and those of torch.optim as they are
-_KINDS = {"adam": "Adam", "adamw": "AdamW", "SGD": "SGD"}
-_OF_SERVER = [kind for kind in OPTIMIZERS if kind != "Muon"]  # DeepSpeed's own takes other steps
+_KINDS = {"adam": "Adam", "adamw": "AdamW", "SGD": "SGD", "muon": "Muon"}
+_OF_SERVER = [kind for kind in OPTIMIZERS if kind != MuonAdamW.__name__]  # which DeepSpeed does not know
+_KEYS_OF_MUON = {"lr", "momentum", "weight_decay", "betas", "eps"}
 _OF_OTHER_STEPS = ("LBFGS", "SparseAdam")  # of torch's
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -72,7 +75,7 @@ def check_optimizer(config: dict[str, Any], name: str, given: bool, in_the_serve
             raise ConfigurationError(f'{name}: "optimizer": "params": "{key}" is {value}: give a finite number')
     if known is not None:
         kept = {key: value for key, value in params.items() if key not in _KEYS_OF_DEEPSPEED or known == "SGD"}
-        fault = dry_run.fault_of_optimizer(OPTIMIZERS[known], kept)
+        fault = dry_run.fault_of_optimizer(_muon if known == "Muon" else OPTIMIZERS[known], kept)
         if fault:
             raise ConfigurationError(f'{name}: "optimizer": "params": {fault}')
 
@@ -171,6 +174,24 @@ def _autos(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _muon(
+    params: list[torch.nn.Parameter],
+    ns_method: str = "gram",
+    muon_lr: float = 0.02,
+    adam_lr: float = 3e-4,
+    per_head_muon: bool = False,
+    **others: Any,
+) -> Optimizer:
+    """Makes an optimizer with the keys of DeepSpeed's Muon, which passes over others in silence."""
+    if unknown := others.keys() - _KEYS_OF_MUON:
+        raise TypeError(f"unexpected keyword argument {min(unknown)!r}")
+    if ns_method not in ("gram", "standard"):
+        raise ValueError('give "gram" or "standard"')
+    for lr in (muon_lr, adam_lr):
+        MuonAdamW(params, lr, use_muon=False)
+    return MuonAdamW(params, use_muon=False, **others)
 
 
 def _is_optimizer(kind: str) -> bool:

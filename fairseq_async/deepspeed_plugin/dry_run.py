@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 _PAIRS = ("betas",)
 
 
-def fault_of_optimizer(kind: type[Optimizer], params: Mapping[str, Any]) -> str:
+def fault_of_optimizer(kind: Callable[..., Optimizer], params: Mapping[str, Any]) -> str:
     """Returns what is wrong with the arguments of an optimizer, in words with the key; "" if nothing is."""
     return _fault(params, lambda given: kind([Parameter(torch.zeros(1))], **given))
 

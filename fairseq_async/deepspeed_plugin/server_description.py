@@ -6,6 +6,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from fairseq_async.algorithms.muon import MuonAdamW
 from fairseq_async.deepspeed_plugin import schedules
 from fairseq_async.deepspeed_plugin.config import BF16
 from fairseq_async.deepspeed_plugin.engines.tensors import trainable
@@ -74,7 +75,7 @@ def described(engine: DeepSpeedEngine, total_steps: int) -> JsonObject:
 def count_steps_as_torch(optimizer: torch.optim.Optimizer) -> None:
     """Gives each parameter its step count, as torch's optimizers keep it: of a group, FusedAdam counts in the state of
     one parameter alone, for all that have gradients."""
-    if type(optimizer) is FusedAdam:
+    if type(getattr(optimizer, "aux_optimizer", optimizer)) is FusedAdam:
         for group in optimizer.param_groups:
             states = [optimizer.state[each] for each in group["params"] if optimizer.state.get(each)]
             steps = max((state["step"] for state in states), default=0)
@@ -83,14 +84,42 @@ def count_steps_as_torch(optimizer: torch.optim.Optimizer) -> None:
 
 
 def equal_of_torch(optimizer: torch.optim.Optimizer) -> str:
-    """Returns the class of torch that takes the same steps as DeepSpeed's Adam; "" for another optimizer.
+    """Returns the class that takes the same steps as DeepSpeed's Adam or Muon; "" for another optimizer.
+
+    DeepSpeed iterates for Muon in fp16, or in fp32 where a device has none, and torch in bf16: the steps are equal
+    within the rounding of bf16.
 
     Raises:
-        ConfigurationError: no class of torch takes the same steps.
+        ConfigurationError: no class of the server takes the same steps.
     """
+    if _is_deepspeeds_muon(optimizer):
+        return _equal_of_muon(optimizer)
     if type(optimizer) not in (FusedAdam, DeepSpeedCPUAdam):
         return ""
     if not all(group["bias_correction"] for group in optimizer.param_groups):
         name = type(optimizer).__name__
         raise ConfigurationError(f"{name} with bias_correction False has no equal in the server; leave that out")
     return "AdamW" if vars(optimizer)["adam_w_mode"] else "Adam"
+
+
+def _is_deepspeeds_muon(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is the one of ``"type": "Muon"``; its module compiles for a while when it is imported."""
+    return type(optimizer).__module__ == "deepspeed.runtime.zero.muon.muon_optimizer"
+
+
+def _equal_of_muon(optimizer: torch.optim.Optimizer) -> str:
+    groups = optimizer.param_groups
+    matrices = [each for group in groups if group["use_muon"] for each in group["params"]]
+    problem = ""
+    if any(getattr(each, "muon_num_heads", None) for each in matrices):
+        problem = '"per_head_muon"'
+    elif not vars(optimizer)["adam_w_mode"] or not all(group.get("bias_correction", True) for group in groups):
+        problem = '"adam_w_mode" or "bias_correction" false'
+    elif shapes := [tuple(each.shape) for each in matrices if each.ndim != 2]:
+        problem = f"a tensor of shape {shapes[0]}"
+    if problem:
+        raise ConfigurationError(
+            f'"optimizer": "type" is "Muon" with {problem}, which has no equal in the server: leave it out, or use '
+            "local_sgd"
+        )
+    return MuonAdamW.__name__

@@ -144,6 +144,21 @@ def test_what_is_wrong_for_the_server_may_be_right_for_a_worker() -> None:
         check(complete("local_sgd", optimizer={"type": "LBFGS"}))
 
 
+MUON = {"lr": 0.02, "momentum": 0.95, "muon_lr": 0.02, "adam_lr": 1e-3, "ns_method": "standard", "torch_adam": True}
+
+
+def test_deepspeeds_own_muon_is_checked_although_deepspeed_passes_over_what_it_does_not_know() -> None:
+    for method in ("local_sgd", "hybrid_async"):
+        check(complete(method, optimizer={"type": "muon", "params": MUON}))
+        for params, said in (
+            ({"nesterov": False}, "there is no 'nesterov'"),
+            ({"adam_lr": -1.0}, '"adam_lr" is -1.0: Invalid learning rate'),
+            ({"ns_method": "svd"}, '"ns_method" is \'svd\': give "gram" or "standard"'),
+        ):
+            with pytest.raises(ConfigurationError, match=f'"optimizer": "params": {said}'):
+                check(complete(method, optimizer={"type": "Muon", "params": MUON | params}))
+
+
 def test_schedules_of_torch_and_rates_of_each_group_are_accepted() -> None:
     check(complete(scheduler={"type": "CosineAnnealingLR", "params": {"T_max": 10}}))
     two_groups = {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam, cpu_adam, fused_adam
 from torch import nn
 from torch.optim import Adam, Optimizer
 
+from fairseq_async.algorithms.muon import MuonAdamW
+from fairseq_async.deepspeed_plugin.engines.tensors import check_matrices
 from fairseq_async.deepspeed_plugin.server_description import equal_of_torch
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.protocol import Layout
@@ -60,3 +63,40 @@ def test_an_optimizer_without_an_equal_is_refused_and_torchs_are_themselves() ->
     with pytest.raises(ConfigurationError, match="FusedAdam with bias_correction False has no equal"):
         equal_of_torch(FusedAdam([nn.Parameter(torch.ones(1))], bias_correction=False))
     assert equal_of_torch(Adam([nn.Parameter(torch.ones(1))])) == ""
+
+
+class MuonWithAuxAdam(Adam):
+    """Stands for DeepSpeed's, whose module compiles when it is imported."""
+
+    adam_w_mode = True
+
+
+MuonWithAuxAdam.__module__ = "deepspeed.runtime.zero.muon.muon_optimizer"
+
+
+def muon(parameter: nn.Parameter, adam_w_mode: bool = True, **group: bool) -> Optimizer:
+    optimizer = MuonWithAuxAdam([{"params": [parameter], "use_muon": True, **group}])
+    optimizer.adam_w_mode = adam_w_mode
+    return optimizer
+
+
+def test_deepspeeds_muon_is_the_packages_unless_its_steps_are_others() -> None:
+    matrix, by_heads = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+    vars(by_heads)["muon_num_heads"] = 2
+    assert equal_of_torch(muon(matrix)) == "MuonAdamW"
+    for other, said in (
+        (muon(by_heads), '"per_head_muon"'),
+        (muon(matrix, adam_w_mode=False), '"adam_w_mode"'),
+        (muon(matrix, bias_correction=False), '"bias_correction" false'),
+        (muon(nn.Parameter(torch.ones(2, 2, 3))), r"a tensor of shape \(2, 2, 3\)"),
+    ):
+        with pytest.raises(ConfigurationError, match=f'"type" is "Muon" with .*{said}.*, which has no equal'):
+            equal_of_torch(other)
+
+
+def test_matrices_that_are_flat_are_refused_before_the_first_step() -> None:
+    own = MuonAdamW([nn.Parameter(torch.ones(2, 2))])
+    for basic, wrapper in ((own, own), (Adam([torch.ones(1)]), object())):
+        check_matrices(SimpleNamespace(basic_optimizer=basic, optimizer=wrapper))
+    with pytest.raises(ConfigurationError, match="DeepSpeed's object gives it flat vectors: leave out"):
+        check_matrices(SimpleNamespace(basic_optimizer=own, optimizer=object()))

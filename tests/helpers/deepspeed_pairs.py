@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 import fairseq_async.deepspeed_plugin as deepspeed_async
 from fairseq_async.deepspeed_plugin.engines.synchronous import set_environment_without_launcher
 from fairseq_async.exchange.ports import free_port
+from fairseq_async.torch import MuonAdamW, muon_groups
 
 STEPS = 8
 PLAIN = {
@@ -90,6 +91,20 @@ def of_a_checkpoint(model: nn.Module) -> dict[str, Any]:
     return arguments | {"config": arguments["config"] | {"optimizer": adamw}}
 
 
+def of_deepspeeds_muon(model: nn.Module) -> dict[str, Any]:
+    """Muon for the matrices, and Adam for the rest, as DeepSpeed divides them."""
+    params = {"lr": 0.03, "adam_lr": 0.01, "weight_decay": 0.1, "torch_adam": True, "ns_method": "standard"}
+    warm_up = {"type": "WarmupLR", "params": {"warmup_max_lr": [0.03, 0.01], "warmup_num_steps": 4}}
+    config = PLAIN | {"optimizer": {"type": "Muon", "params": params}, "scheduler": warm_up}
+    return {"model_parameters": model.parameters(), "config": config}
+
+
+def of_muon_adamw(model: nn.Module) -> dict[str, Any]:
+    """The package's own optimizer."""
+    optimizer = MuonAdamW(muon_groups(model.named_parameters()), lr=0.03, adjust_lr_fn="match_rms_adamw")
+    return {"optimizer": optimizer, "lr_scheduler": LambdaLR(optimizer, lambda step: 0.9**step), "config": PLAIN}
+
+
 CASES: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "json": of_the_json,
     "script": of_the_script,
@@ -98,6 +113,10 @@ CASES: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "local": of_the_script,
     "bf16": partial(in_half_precision, bf16={"enabled": True}),
     "fp16": in_fp16,
+    "muon": of_deepspeeds_muon,
+    "muon_local": of_deepspeeds_muon,
+    "muon_adamw": of_muon_adamw,
+    "muon_adamw_local": of_muon_adamw,
 }
 SKIPPED = {"fp16": 3}  # steps that overflow
 WORKERS = {"position": 2}  # each with half of every batch; of the others one
@@ -126,7 +145,7 @@ def train(name: str, out: Path, worker: int | None) -> None:
     arguments = CASES[name](model)
     first = SAVED_AT if worker is not None and name == "checkpoint" else 0
     steps = STEPS - first - SKIPPED.get(name, 0)
-    section = (LOCAL if name == "local" else HYBRID) | {"run_dir": str(out / name), "total_steps": steps}
+    section = (LOCAL if name.endswith("local") else HYBRID) | {"run_dir": str(out / name), "total_steps": steps}
     part = slice(None)
     if worker is None:
         set_environment_without_launcher()

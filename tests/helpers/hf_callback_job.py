@@ -1,6 +1,6 @@
 """A user's script for the Trainer of transformers: a tiny GPT-2 learns to count. Leaves what it came to in OUT.
 
-Usage: hf_callback_job.py OUT OPTIONS [CHECKPOINT]
+Usage: hf_callback_job.py OUT OPTIONS [CHECKPOINT]; without a method in OPTIONS, the Trainer trains alone.
 """
 
 import json
@@ -13,7 +13,8 @@ sys.modules["torchaudio"] = None  # type: ignore[assignment]  # transformers wou
 import torch  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-from fairseq_async.pytorch.hf_trainer import AsyncCallback  # noqa: E402
+from fairseq_async.torch import MuonAdamW, muon_groups  # noqa: E402
+from fairseq_async.torch.hf_trainer import AsyncCallback  # noqa: E402
 from tests.helpers.counting import Counting, tiny_model  # noqa: E402
 
 
@@ -37,8 +38,10 @@ def train(out: Path, options: dict[str, Any], checkpoint: str | None) -> Trainer
     finds, epochs = options.pop("finds_batch_size", False), options.pop("epochs", 0)
     samples, accumulation = options.pop("samples", 256), options.pop("accumulation", 1)
     others += [OutOfMemory()] if finds else []
-    callback = AsyncCallback(**options)
-    torch.manual_seed(callback.worker)
+    muon = options.pop("muon", False)
+    callback = AsyncCallback(**options) if "method" in options else None
+    worker, workers = (0, 1) if callback is None else (callback.worker, callback.workers)
+    torch.manual_seed(worker)
     model = tiny_model()
     arguments = TrainingArguments(
         output_dir=str(out),
@@ -58,12 +61,20 @@ def train(out: Path, options: dict[str, Any], checkpoint: str | None) -> Trainer
         disable_tqdm=True,
         auto_find_batch_size=finds,
     )
-    data = Counting(range(callback.worker, samples - callback.worker, callback.workers))
-    callbacks = [callback, *others]
-    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=Counting(range(16)), callbacks=callbacks)
+    data = Counting(range(worker, samples - worker, workers))
+    groups = muon_groups(model.named_parameters())
+    optimizer = MuonAdamW(groups, lr=5e-3, adjust_lr_fn="match_rms_adamw") if muon else None
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=data,
+        eval_dataset=Counting(range(16)),
+        callbacks=[*([callback] if callback else []), *others],
+        optimizers=(optimizer, None),
+    )
     trainer.train(resume_from_checkpoint=checkpoint)
-    torch.save(model.state_dict(), out / f"worker-{callback.worker}.pt")
-    (out / f"worker-{callback.worker}.json").write_text(json.dumps(trainer.state.log_history))
+    torch.save(model.state_dict(), out / f"worker-{worker}.pt")
+    (out / f"worker-{worker}.json").write_text(json.dumps(trainer.state.log_history))
     return trainer
 
 

@@ -1,6 +1,6 @@
 """Methods and statistics in float64, written from their papers, for tests to compare with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -90,3 +90,28 @@ class HALoS64:
         theta = self.above.arrive(self.merged[region] - local.theta)
         local.theta = (1 - self.alpha) * local.theta + self.alpha * theta
         self.merged[region] = local.theta
+
+
+class Muon64:
+    """Muon as ``torch.optim.Muon`` documents it: momentum as a sum, and Newton-Schulz on the whole matrix.
+
+    Args:
+        adjust: factor of the learning rate for a matrix of so many rows and columns.
+    """
+
+    A, B, C = 3.4445, -4.7750, 2.0315
+
+    def __init__(self, lr: float, weight_decay: float, adjust: Callable[[int, int], float], momentum: float = 0.95):
+        self.lr, self.weight_decay, self.adjust, self.momentum = lr, weight_decay, adjust, momentum
+        self.buffers: dict[object, Tensor] = {}
+
+    def stepped(self, key: object, theta: Tensor, gradient: Tensor) -> Tensor:
+        """The matrix that ``key`` names after one step more."""
+        g, theta = gradient.double(), theta.double()
+        self.buffers[key] = self.momentum * self.buffers.get(key, torch.zeros_like(g)) + g
+        x = g + self.momentum * self.buffers[key]
+        x = x / x.norm()
+        for _ in range(5):
+            gram = x @ x.T
+            x = self.A * x + (self.B * gram + self.C * gram @ gram) @ x
+        return (1 - self.lr * self.weight_decay) * theta - self.lr * self.adjust(*theta.shape) * x

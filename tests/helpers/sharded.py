@@ -89,19 +89,21 @@ class Served:
         directory: Path,
         server: Callable[[Rule, Tensor], ParameterServer],
         connector: HostConnector | None = None,
+        layout: Layout = LAYOUT,
     ) -> None:
-        self.memory = SharedMemory.create(LAYOUT.size, 2)
-        whole = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(1))
-        self.remote = [] if connector is None else connect_hosts(connector, spec, LAYOUT, whole)
-        self.fragments = exchanged(spec, LAYOUT) if self.remote else LAYOUT.fragments(spec.fragments)
-        self.here = local_part(spec, LAYOUT).elements if self.remote else slice(None)
+        self.layout = layout
+        self.memory = SharedMemory.create(self.layout.size, 2)
+        whole = torch.randn(self.layout.size, generator=torch.Generator().manual_seed(1))
+        self.remote = [] if connector is None else connect_hosts(connector, spec, self.layout, whole)
+        self.fragments = exchanged(spec, self.layout) if self.remote else self.layout.fragments(spec.fragments)
+        self.here = local_part(spec, self.layout).elements if self.remote else slice(None)
         self.parameters = shared_copy(whole[self.here])
         self.rule: Rule
         if spec.server.shards > 1:
             shared = (self.parameters, self.memory.slot, directory)
-            self.rule, self.plan = build_sharded(build, spec, LAYOUT, *shared, None, self.remote)
+            self.rule, self.plan = build_sharded(build, spec, self.layout, *shared, None, self.remote)
         else:
-            self.rule, self.plan = build(spec, LAYOUT, self.parameters)
+            self.rule, self.plan = build(spec, self.layout, self.parameters)
         self.server = server(self.rule, self.parameters)
 
     def push(self, first: int, count: int, change: Callable[[Tensor], object] = lambda delta: None) -> list[Any]:
@@ -110,7 +112,7 @@ class Served:
         for number in range(first, first + count):
             worker = number % 2
             slot = self.memory.slot(worker)
-            slot.copy_(torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(100 + number)))
+            slot.copy_(torch.randn(self.layout.size, generator=torch.Generator().manual_seed(100 + number)))
             change(slot)
             sequence = self.server.sequences.get(worker, -1) + 1
             self.place(worker, sequence)

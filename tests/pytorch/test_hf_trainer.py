@@ -180,6 +180,32 @@ def test_a_trainer_that_would_begin_once_more_with_a_smaller_batch_is_one_line_o
     assert "error: auto_find_batch_size: there was not enough memory" in output
 
 
+@pytest.fixture(scope="module")
+def muon_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """What the Trainer comes to by itself, with Muon for the matrices of the layers."""
+    out, processes = tmp_path_factory.mktemp("alone"), Processes()
+    try:
+        line = [command("python"), HELPERS / "hf_callback_job.py", out, json.dumps({"muon": True})]
+        processes.run(line, seconds=200, PYTHONPATH=PATH)
+    finally:
+        processes.end()
+    ended: dict[str, torch.Tensor] = torch.load(out / "worker-0.pt", weights_only=True)
+    return ended
+
+
+@pytest.mark.parametrize(
+    "options", [{"method": "hybrid_async"}, {"method": "local_sgd", "outer": "sgd", "outer_lr": 1.0, "local_steps": 3}]
+)
+def test_one_worker_with_muon_is_the_trainer_alone(
+    tmp_path: Path, options: dict[str, Any], muon_alone: dict[str, torch.Tensor]
+) -> None:
+    """Within the rounding of bfloat16, in which Muon iterates: worker and server clip and subtract in other orders."""
+    train(tmp_path, 1, options | {"muon": True})
+    ended = torch.load(tmp_path / "out" / "worker-0.pt", weights_only=True)
+    for name, value in muon_alone.items():
+        assert (ended[name] - value).norm() <= 1e-3 * value.norm(), name
+
+
 def test_in_hybrid_the_trainers_optimizer_and_schedule_are_the_servers(tmp_path: Path) -> None:
     events = train(tmp_path, 1, {"method": "hybrid_async", "accumulation": 2})
     assert len(events) == 12 and events[-1]["version_after"] == 12

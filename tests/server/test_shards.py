@@ -76,6 +76,26 @@ def test_an_optimizer_that_takes_each_element_by_itself_steps_equally_in_any_num
         assert list(map(repr, said)) == list(map(repr, receipts))
 
 
+@pytest.mark.parametrize("kind", ["Muon", "MuonAdamW"])
+def test_matrices_are_whole_in_any_number_of_shards(kind: str, tmp_path: Path) -> None:
+    """Muon orthogonalises a matrix; of two halves it would make two other ones. Two shards divide the second matrix
+    from the third, not at half of the elements."""
+    shapes = [(40, 30), (90, 70), (30, 90), (20, 20), (7, 300), (5, 5)]
+    layout = Layout.of([(f"t{number}", torch.zeros(shape)) for number, shape in enumerate(shapes)])
+    groups = [ParameterGroup([0, 1, 3, 4], {"lr": 0.1}), ParameterGroup([2, 5], {"lr": 0.02})]
+    if kind == "MuonAdamW":
+        groups[1] = replace(groups[1], options={"lr": 0.02, "use_muon": False})
+    found = []
+    for shards in (1, 2, 3):
+        spec = hybrid(shards, OptimizerSpec(kind, groups))
+        with Served(
+            gradient_main.build, spec, tmp_path, lambda rule, own: ParameterServer(own, rule), layout=layout
+        ) as made:
+            made.push(0, 7)
+            found.append(made.parameters.clone())
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
 @pytest.mark.parametrize("outer", OUTER)
 def test_an_outer_rule_steps_equally_in_any_number_of_shards(outer: str, tmp_path: Path) -> None:
     (alone, receipts), *others = results(local_sgd_main.build, lambda shards: local_sgd(shards, outer), tmp_path)

@@ -43,10 +43,12 @@ class LocalEngine(AsyncEngine):
         """Sets the attributes of this class; see :meth:`AsyncEngine.set_up`.
 
         Raises:
-            ConfigurationError: the learning-rate schedule cannot follow the run.
+            ConfigurationError: the learning-rate schedule cannot follow the run, or the optimizer cannot step what
+                DeepSpeed gives it.
         """
         super().set_up(async_worker, spec, context, run_dir)
         self._lacks_gradient = False
+        tensors.check_matrices(self)
         self._unstepped = tensors.unstepped(self)
         check_overflow_always(self.optimizer)
         self._own = WholeWatch(each for _, each in self._trained)

@@ -11,6 +11,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 from torch.nn import Parameter
 
+from fairseq_async.algorithms.muon import MuonAdamW
 from fairseq_async.collective.adascale import Masters
 from fairseq_async.deepspeed_plugin.compat import (
     DeepSpeedOptimizer,
@@ -43,6 +44,20 @@ def unstepped(engine: DeepSpeedEngine) -> list[tuple[str, Parameter]]:
     """Returns the parameters that are trained and that the engine's optimizer does not have."""
     stepped = {id(parameter) for _, parameter in _stepped(engine)}
     return [(name, parameter) for name, parameter in trainable(engine) if id(parameter) not in stepped]
+
+
+def check_matrices(engine: DeepSpeedEngine) -> None:
+    """Checks that the package's Muon has whole matrices.
+
+    Raises:
+        ConfigurationError: an optimizer of DeepSpeed's wraps it, as with ZeRO, and may give it flat vectors.
+    """
+    wrapper = engine.optimizer
+    if isinstance(engine.basic_optimizer, MuonAdamW) and wrapper is not engine.basic_optimizer:
+        raise ConfigurationError(
+            f"MuonAdamW steps whole matrices, and DeepSpeed's {type(wrapper).__name__} gives it flat vectors: leave "
+            'out "zero_optimization", "bf16" and "fp16", or use "optimizer": {"type": "Muon"}'
+        )
 
 
 def check_unstepped(parameters: list[tuple[str, Parameter]]) -> None:

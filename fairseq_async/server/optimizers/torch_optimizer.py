@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from fairseq_async.algorithms.hybrid import pieces
+from fairseq_async.algorithms.muon import Muon, MuonAdamW
 from fairseq_async.environment import PLUGINS
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method.methods import plugin_modules
@@ -27,7 +28,7 @@ from fairseq_async.server.optimizers.learning_rates import Rates
 # Each of these steps every element independently: a model may be stepped in pieces, by several threads.
 _ELEMENTWISE: list[Any] = [Adam, AdamW, SGD, Adadelta, Adagrad, Adamax, NAdam, RAdam, RMSprop]
 # These step every tensor independently, in its own shape. Muon is not in every version of torch that we take.
-_OF_TENSORS: list[Any] = [getattr(torch.optim, name, None) for name in ("Adafactor", "Muon")]
+_OF_TENSORS: list[Any] = [getattr(torch.optim, "Adafactor", None), *([Muon, MuonAdamW] if Muon else [])]
 OPTIMIZERS: dict[str, Any] = {each.__name__: each for each in _ELEMENTWISE + _OF_TENSORS if each is not None}
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")  # on a CPU
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # how a step is computed, not what it is
