@@ -47,6 +47,57 @@ def test_a_line_has_all_that_the_receipt_the_report_and_the_server_say(tmp_path:
     reported = {"loss": 8.0, "tokens": 9.0, "epochs": 0.5, "local_steps": 10, "shard": 11, "offset": 12}
     expected = Event(status=Status.OUTLIER, push_seconds=0.25, **server, **reported)  # type: ignore[arg-type]
     assert read_events(tmp_path / EVENTS) == [expected]
+    assert events(tmp_path)[0].keys() == server.keys() | reported.keys() | {"status", "push_seconds"}, "nothing else"
+
+
+def test_what_cannot_be_written_is_told_once_until_it_can_be_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line of which the disk takes a part is no line; vectors are told of besides."""
+    told, write, takes = list[str](), os.write, [99, 9, 9, 99, 9, 9]
+    log = EventLog(tmp_path, {}, "the beginning", 0.0, told.append)
+    monkeypatch.setattr(os, "write", lambda file, line: write(file, line[: 9999 if takes.pop(0) == 99 else 9]))
+    for sequence in range(6):
+        log.write(0.0, Receipt(0, sequence, 0, 1.0, Status.APPLIED, 0, 1.0, sequence), Report())
+    assert [event["sequence"] for event in events(tmp_path)] == [0, 3]
+    assert told == ["events are not recorded: the disk is full; the run goes on"] * 2
+    (tmp_path / "updates").touch()
+    for _ in range(2):
+        log.keep(tmp_path / "updates" / "one.pt", torch.ones(2))
+    assert [line.partition(":")[0] for line in told[2:]] == ["vectors for a replay are not recorded"]
+    (tmp_path / "updates").unlink()
+    log.keep(tmp_path / "updates" / "one.pt", torch.ones(2))
+    assert len(told) == 3 and read_vector(tmp_path / "updates" / "one.pt", 2).tolist() == [1.0, 1.0]
+
+
+def test_a_restart_leaves_each_line_in_the_file_of_its_kind_as_it_was(tmp_path: Path) -> None:
+    """Zeros before an event go, those before what is none stay; a rollback of which nobody knows how much it took back
+    leaves all that was taken back."""
+    ours = [b'{"time": 1.0, "worker": 0, "sequence": %d, "x": 1}\n' % number for number in range(3)]
+    others, bad = [b'{"worker": 2, "sequence": %d}\n' % number for number in range(2)], [b"\0\0{}\n", b"[1]\n"]
+    (tmp_path / EVENTS).write_bytes(
+        ours[0] + b"\0\0" + ours[1] + bad[0] + others[0] + bad[1] + b"\0" + others[1] + ours[2]
+    )
+    before = {ROLLED_BACK: ours[2] * 2, ROLLBACKS: b'{"events": "two"}\n', BAD: b"an earlier one\n"}
+    for name, content in before.items():
+        (tmp_path / name).write_bytes(content)
+    EventLog(tmp_path, {0: 1, 2: 0}, "a snapshot", 2.5)
+    assert (tmp_path / EVENTS).read_bytes() == ours[0] + ours[1] + others[0]
+    assert (tmp_path / ROLLED_BACK).read_bytes() == before[ROLLED_BACK] + others[1] + ours[2]
+    assert (tmp_path / BAD).read_bytes() == before[BAD] + b"".join(bad)
+    said = b'{"time": 2.5, "source": "a snapshot", "sequences": {"0": 1, "2": 0}, "events": 2}\n'
+    assert (tmp_path / ROLLBACKS).read_bytes() == before[ROLLBACKS] + said
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([EVENTS, *before]), "nothing is left over"
+
+
+def test_a_log_without_a_line_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / EVENTS).touch()
+    file, told = (tmp_path / EVENTS).stat().st_ino, list[str]()
+    EventLog(tmp_path, {}, "a snapshot", 1.0, told.append)
+    assert (tmp_path / EVENTS).stat().st_ino == file and not told and not (tmp_path / BAD).exists()
+    (tmp_path / "new").mkdir()
+    EventLog(tmp_path / "new", {}, "the beginning", 1.0, told.append)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [EVENTS] and not told
 
 
 def test_a_restart_moves_what_is_not_in_its_state_and_writes_a_log_that_stays_as_it_is_no_second_time(
@@ -81,6 +132,7 @@ def test_a_restart_moves_what_is_not_in_its_state_and_writes_a_log_that_stays_as
 def test_what_a_server_has_moved_that_died_before_it_said_so_is_moved_once(tmp_path: Path) -> None:
     lines = [b'{"worker": 0, "sequence": %d}\n' % number for number in range(4)]
     (tmp_path / EVENTS).write_bytes(b"".join(lines))
+    EventLog(tmp_path, {0: 3}, "a newer one", 0.5)
     EventLog(tmp_path, {0: 2}, "a snapshot", 1.0)
     for name in (EVENTS, ROLLED_BACK):  # the worker has sent its update again, and the server has died amid a restart
         append(tmp_path / name, lines[3])
