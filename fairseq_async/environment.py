@@ -2,7 +2,7 @@
 
 WORKER = "FAIRSEQ_ASYNC_WORKER"  # id of this worker, or JOINS
 WORKERS = "FAIRSEQ_ASYNC_WORKERS"  # number of workers that were announced
-RANKS = "FAIRSEQ_ASYNC_RANKS"  # numbers of ranks of all workers, with commas between them, where some have several
+RANKS = "FAIRSEQ_ASYNC_RANKS"  # numbers of ranks of all workers, as in 2,1; of a worker that joins, its own number
 SERVER = "FAIRSEQ_ASYNC_SERVER"  # HOST:PORT of a server that is running already
 TOKEN = "FAIRSEQ_ASYNC_TOKEN"  # the run's secret: other users cannot read the environment, unlike a command line
 TLS = "FAIRSEQ_ASYNC_TLS"  # directory with the run's certificates

@@ -112,6 +112,9 @@ def join(
             metavar="FILE", help="File with the run's secret: on the server's machine, .token in the run's directory."
         ),
     ],
+    ranks_per_worker: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Ranks of this worker, which train synchronously among themselves.")
+    ] = 1,
     tls: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Directory of the run's certificates, if the run has --tls.")
     ] = None,
@@ -120,7 +123,7 @@ def join(
     from fairseq_async.launch.join import join as begin  # start-up time
 
     find(token_file, lambda why: f"--token-file {token_file}: cannot be read: {why}")
-    begin(address, worker_command, token_file, tls)
+    begin(address, worker_command, token_file, tls, ranks_per_worker)
 
 
 @app.command()

@@ -289,6 +289,8 @@ def _initialize_asynchronous(
         _describe(_accumulating(options, own, context), section, context, sizes, {})
     module = local_sgd_server(options.upstream) if isinstance(options, LocalSGDOptions) else _HYBRID_SERVER
     device = get_accelerator().current_device_name()
+    if context.joins and context.island_size > 1:
+        _init_distributed()  # through which the other ranks learn their worker's number
     context, client, server = connect_rank(context, module, section, Path(section.run_dir), device)
     try:
         return _make_worker_engine(arguments, options, section, config, context, client, server)

@@ -9,35 +9,36 @@ from typing import NoReturn
 from fairseq_async.environment import JOINS, SERVER, TLS, TOKEN, WORKER
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.command.command import WorkerCommand
-from fairseq_async.launch.command.programs import executing, find_program, is_fairseq
+from fairseq_async.launch.command.programs import executing, find_program, is_fairseq, of_ranks
 from fairseq_async.options.validation import split_address
 
 _SECONDS = 10.0  # timeout of a connection
 
 
-def join(address: str, arguments: list[str], token_file: Path, tls: Path | None) -> NoReturn:
+def join(address: str, arguments: list[str], token_file: Path, tls: Path | None, ranks: int = 1) -> NoReturn:
     """Replaces this process by the worker: its output goes to this terminal, and Ctrl-C ends this worker alone.
 
     Args:
         tls: directory of the run's certificates; None where the run has none.
+        ranks: number of the worker's ranks; this process starts them, and ends when one of them does.
 
     Raises:
         ConfigurationError: the address or the token cannot be used, or there is no such program.
     """
     _reach(address)
-    line = _line(arguments)
+    line, world = of_ranks(_line(arguments, ranks), 0, [ranks])
     from fairseq_async.exchange.authentication import read_token  # start-up time: torch comes with it
 
     variables = {WORKER: JOINS, SERVER: address, TOKEN: read_token(token_file), "OMP_WAIT_POLICY": "PASSIVE"}
     variables |= {} if tls is None else {TLS: str(tls.resolve())}
     with executing(line[0]):
-        os.execve(line[0], line, {"OMP_NUM_THREADS": "1"} | os.environ | variables)
+        os.execve(line[0], line, {"OMP_NUM_THREADS": "1"} | os.environ | variables | world)
 
 
-def _line(arguments: list[str]) -> list[str]:
+def _line(arguments: list[str], ranks: int) -> list[str]:
     """Returns the command with the flags by which fairseq-train loads this package; another program's as it is."""
     if is_fairseq(arguments):
-        command = WorkerCommand(arguments)
+        command = WorkerCommand(arguments, ranks=[ranks])
         if command.synchronous:
             raise ConfigurationError(
                 "join: a synchronous method has no server to join; start all of its ranks together, with "

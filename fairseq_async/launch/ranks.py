@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from fairseq_async.environment import JOINS, WORKER
 from fairseq_async.errors import USER_ERROR
 from fairseq_async.launch.command.programs import executing
 from fairseq_async.options.addresses import LOOPBACK
@@ -21,12 +22,15 @@ _ENDING = 10.0  # seconds for the other ranks to end after rank 0 has ended in o
 
 def main() -> None:
     """Ends as the rank whose end has ended the worker."""
-    parent, line = os.getppid(), sys.argv[2:]
+    launcher = None if os.environ[WORKER] == JOINS else os.getppid()  # whose terminal may close before the run ends
+    line = sys.argv[2:]
     with executing(line[0]):
         ranks = _start(line, int(sys.argv[1]))
     signal.signal(signal.SIGTERM, lambda number, _: _signal(ranks, number))
     try:
-        code = _wait(ranks, parent)
+        code = _wait(ranks, launcher)
+    except KeyboardInterrupt:  # Ctrl-C at a worker that has joined
+        code = 130
     finally:
         _signal(ranks, signal.SIGKILL)
     if code < 0:
@@ -46,14 +50,14 @@ def _start(line: Sequence[str], count: int) -> list[subprocess.Popen[bytes]]:
     return [subprocess.Popen(line, env=os.environ | world | own) for own in numbers]
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], parent: int) -> int:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], launcher: int | None) -> int:
     """Waits until all ranks have ended in order, or one with an error, or the launcher is gone; returns the code.
 
     Of ranks that end together, a user's mistake comes first, then a signal: the others end because theirs is gone. How
     another rank ends after rank 0 has ended in order does not matter, since rank 0 saves.
     """
     deadline = float("inf")
-    while os.getppid() == parent and time.monotonic() < deadline:
+    while launcher in (None, os.getppid()) and time.monotonic() < deadline:
         codes = [rank.poll() for rank in ranks]
         if codes[0] == 0:
             deadline = min(deadline, time.monotonic() + _ENDING)

@@ -110,14 +110,15 @@ class WorkerContext:
                 f"this worker is to have {island_size} ranks ({option('island_size')}), and its launcher has "
                 f"started {ranks}: give the launcher {island_size} as well, or {ranks} here"
             )
-        if os.environ[WORKER] == JOINS:
-            return cls(joins=True)
-        end_with_parent(signal.SIGTERM, os.getppid())  # without its launcher nobody restarts the server
+        joins, rank = os.environ[WORKER] == JOINS, int(os.environ["RANK"]) if RANKS in os.environ else 0
+        if not joins or ranks > 1:
+            end_with_parent(signal.SIGTERM, os.getppid())  # without its launcher nobody restarts the server
+        if joins:
+            return cls(local_rank=rank, rank=rank, island_size=ranks, joins=True)
         worker, workers = int(os.environ[WORKER]), int(os.environ[WORKERS])
         slowdown = _slowdown(worker, workers) if MEETING in os.environ else float(os.environ.get(SLOWDOWN, "1"))
         if RANKS not in os.environ:
             return cls(worker, workers, worker, slowdown)
-        rank = int(os.environ["RANK"])
         return cls(worker, workers, rank, slowdown, rank, ranks, sizes=tuple(_numbers_of_ranks()))
 
     @classmethod
@@ -296,6 +297,11 @@ class WorkerContext:
         return sum(self._sizes)
 
     @property
+    def share(self) -> float:
+        """Number of this worker's ranks over the mean number; 1 for a worker that joins, which knows no other's."""
+        return self.island_size * self.workers / self.ranks
+
+    @property
     def global_rank(self) -> int:
         """Rank of this process among the ranks of all workers; a worker that joins has that of another one."""
         return sum(self._sizes[: self.worker % self.workers]) + self.rank
@@ -307,7 +313,9 @@ class WorkerContext:
 
 def ranks_of_launcher() -> int:
     """Returns how many ranks of this worker ``--ranks-per-worker`` has started."""
-    return _numbers_of_ranks()[int(os.environ[WORKER])] if RANKS in os.environ else 1
+    if RANKS not in os.environ:
+        return 1
+    return _numbers_of_ranks()[0 if os.environ[WORKER] == JOINS else int(os.environ[WORKER])]
 
 
 def _numbers_of_ranks() -> list[int]:

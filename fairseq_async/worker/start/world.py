@@ -2,12 +2,13 @@
 
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from fairseq_async.environment import RANKS
-from fairseq_async.errors import ConfigurationError, option
+from fairseq_async.errors import ConfigurationError, ExchangeError, option
 from fairseq_async.exchange.ports import free_port
 from fairseq_async.options.config import ServerOptions
 from fairseq_async.worker.connection.island import IslandClient
@@ -88,16 +89,35 @@ def connect_rank(
 ) -> tuple[WorkerContext, ServerConnection, ServerProcess | None]:
     """Connects a worker as :meth:`WorkerContext.connect` does, or one rank of it, of which rank 0 alone connects.
 
+    The server gives a worker that joins its number, which its other ranks learn from rank 0: they have a process group.
+
     Args:
         device: see :class:`~fairseq_async.worker.connection.island.IslandClient`.
         resumes: see :meth:`WorkerContext.connect`.
     """
     client, server = None, None
     if context.rank == 0:
-        context, client, server = context.connect(module, options, run_dir, end_process, resumes)
+        try:
+            context, client, server = context.connect(module, options, run_dir, end_process, resumes)
+        except BaseException:
+            if context.joins and context.island_size > 1:
+                _share_number(context, device, failed=True)
+            raise
         if context.island_size == 1:
             return context, client, server
+    if context.joins:
+        context = _share_number(context, device)
     return context, IslandClient(client, context, device), server
+
+
+def _share_number(context: WorkerContext, device: torch.device | str, failed: bool = False) -> WorkerContext:
+    """Returns the context with the worker's number, and that of all workers, as rank 0 has them. Collective."""
+    numbers = torch.tensor([-1 if failed else context.worker, context.workers], device=device)
+    torch.distributed.broadcast(numbers, 0)
+    worker, workers = numbers.tolist()
+    if worker < 0 and context.rank > 0:
+        raise ExchangeError("rank 0 of this worker could not join the run; its own line says why")
+    return replace(context, worker=worker, workers=workers)
 
 
 _entered: list[WorkerContext] = []
