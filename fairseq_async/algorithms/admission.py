@@ -42,7 +42,8 @@ class StalenessPolicy:
         return self.limit is not None and staleness > self.limit
 
     def adjusted(self, update: Update, staleness: int, now: Tensor, then: Tensor | None) -> Update:
-        """Returns the compensated and weighted update; an update whose compensation fp32 cannot hold is weighted alone.
+        """Returns the compensated update, times its share and its weight; one whose compensation fp32 cannot hold is
+        weighted alone.
 
         Args:
             now: the current parameters, flat.
@@ -54,8 +55,9 @@ class StalenessPolicy:
             compensated = delta + self.compensation * delta * delta * (now - then)
             if bool(torch.isfinite(torch.linalg.vector_norm(compensated))):  # g⊙g of a finite g may be Inf
                 delta = compensated
-        if self.power and staleness > 0:
-            delta = delta * (1.0 + staleness) ** self.power
+        weight = update.share * ((1.0 + staleness) ** self.power if staleness > 0 else 1.0)
+        if weight != 1.0:
+            delta = delta * weight
         return update if delta is update.delta else replace(update, delta=delta)
 
 

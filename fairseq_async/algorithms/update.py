@@ -21,6 +21,7 @@ class Update:
         micro_batches: how many of them the gradient is of, where the server divides those of a step; else 1.
         missing: the tensors of the model without a gradient, as bits (:mod:`~fairseq_async.algorithms.missing`); their
             elements of ``delta`` are 0.
+        share: weight of these local steps beside those of the other workers, by the workers' ranks; 1 for their mean.
     """
 
     worker: int
@@ -31,3 +32,4 @@ class Update:
     tokens: float = 0.0
     missing: int = 0
     micro_batches: int = 1
+    share: float = 1.0

@@ -53,6 +53,7 @@ class Report:
         start_payload: checksum of the compressed parameters that this work started from; None where they came in fp32.
         micro_batches: how many of them this gradient is of, where the server assigns them.
         ranks: of this worker, where it has several.
+        share: its number of ranks over the workers' mean number, in local SGD; None for 1.
         missing: the tensors of the layout that have no gradient in this update, as bits
             (:mod:`~fairseq_async.algorithms.missing`) in hexadecimal digits; None where all have one.
         first_batch: digest of the worker's first batches, with its first or second update, where they are known.
@@ -76,6 +77,7 @@ class Report:
     look_ahead: Seconds | None = None
     micro_batches: Count | None = None
     ranks: Count | None = None
+    share: Annotated[float, Field(gt=0, le=1 << 16)] | None = None
     bytes_sent: Count | None = None
     bytes_received: Count | None = None
     residual_norm: Seconds | None = None

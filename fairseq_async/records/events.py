@@ -51,6 +51,7 @@ class Event:
     look_ahead: float | None = None
     micro_batches: int | None = None
     ranks: int | None = None
+    share: float | None = None
     shard: int | None = None
     offset: int | None = None
     missing: str | None = None

@@ -298,7 +298,7 @@ class Replay:
             raise _first(event, f"the checksum of its payload was {event.payload}, is {push.report.payload}")
         norm = push.norm if push.norm == event.norm else None  # the server does not trust norms from other machines
         missing, micro_batches = int(event.missing or "0", 16), event.micro_batches or 1
-        update = Update(worker, *here, vector, event.tokens or 0.0, missing, micro_batches)
+        update = Update(worker, *here, vector, event.tokens or 0.0, missing, micro_batches, event.share or 1.0)
         return update, _recorded_report(event), norm
 
     def _push(self, computed: list[tuple[Update, Report, float | None]]) -> list[Settled]:

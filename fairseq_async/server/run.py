@@ -171,7 +171,14 @@ class Run:
         if missing >> len(self.layout.segments):
             raise RefusedError("the update lacks gradients of parameters that the model does not have")
         micro_batches = push.report.micro_batches or 1
-        update = Update(worker, push.sequence, push.base_version, push.weight, delta, tokens, missing, micro_batches)
+        share = push.report.share or 1.0
+        if share != 1.0 and self.spec.server.shard_hosts:
+            raise RefusedError(
+                "workers of unequal numbers of ranks do not go with shards on other machines, where no process has the "
+                "whole update to weigh: give all workers as many ranks"
+            )
+        base, weight = push.base_version, push.weight
+        update = Update(worker, push.sequence, base, weight, delta, tokens, missing, micro_batches, share)
         self.coordinator.check(update, push.report)
         if push.report.first_batch is not None:
             self._first_batches.note(worker, push.report.first_batch)

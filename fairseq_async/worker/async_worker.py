@@ -79,6 +79,7 @@ class AsyncWorker:
         look_ahead: number of versions ahead of ``version`` at which the worker has started.
         batches: the worker's first batches, of which a digest goes with an update.
         details: what the worker tells of itself when it joins.
+        share: its number of ranks over the mean number of all workers.
         last: values of the last exchange, for the log.
     """
 
@@ -89,6 +90,7 @@ class AsyncWorker:
         self.version = self.sequence = self.done = 0
         self.look_ahead = 0.0
         self.drawn: int | None = None
+        self.share = 1.0
         self.batches = BatchDigest()
         self.last: dict[str, float] = {}
         self.details = JoinDetails()

@@ -187,6 +187,7 @@ class LocalSGDWorker(AsyncWorker):
             progress_per_step=self.assignment.progress_per_step,
             epochs=self.epochs,
             tokens=self.tokens,
+            share=None if self.share == 1.0 else self.share,
             position=position,
             first_batch=self.batches.take(),
         )

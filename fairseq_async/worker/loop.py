@@ -31,6 +31,7 @@ class WorkerLoop:
 
     def __init__(self, worker: AsyncWorker, context: WorkerContext) -> None:
         self.worker, self._slowdown, self._brings = worker, context.slowdown, context.rank == 0
+        worker.share = context.share
         self.began = 0.0
         self._left_out = Refusals(context.worker, MOST_LEFT_OUT, "local step", "left out")
         self.state: State | None = None

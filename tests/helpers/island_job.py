@@ -20,6 +20,9 @@ from tests.helpers.plain_loop import AS_IT_IS, STEPS, backward, flat, net
 METHODS = {
     "hybrid": partial(HybridAsync, barrier=True),
     "local": partial(AsyncLocalSGD, **AS_IT_IS, buffers="average"),
+    "diloco": partial(
+        AsyncLocalSGD, outer="diloco", outer_lr=1.0, outer_momentum=0.0, local_steps=3, buffers="average"
+    ),
 }
 
 

@@ -20,6 +20,7 @@ def net() -> nn.Module:
 
 def backward(model: nn.Module, step: int, worker: int = 0) -> None:
     inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * worker + step))
+    inputs = inputs.to(next(model.parameters()).dtype)
     nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True).sin()).backward()
 
 

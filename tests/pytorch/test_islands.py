@@ -57,6 +57,40 @@ def test_islands_train_as_all_their_ranks_together(
     assert {event["worker"] for event in events(tmp_path / "out.run")} == set(range((ranks + 1) // 2))
 
 
+def averaged(workers: list[list[int]]) -> Tensor:
+    """Rounds of three local steps, of which the mean has the weights of the workers' numbers of ranks; in float64."""
+    models = [net().double() for _ in workers]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS) for optimizer in optimizers]
+    shares = [len(ranks) / sum(map(len, workers)) for ranks in workers]
+    for step in range(STEPS):
+        for model, optimizer, schedule, ranks in zip(models, optimizers, schedules, workers, strict=True):
+            optimizer.zero_grad()
+            for rank in ranks:
+                backward(model, step, rank)
+            for each in model.parameters():
+                assert each.grad is not None
+                each.grad.div_(len(ranks))
+            optimizer.step()
+            schedule.step()
+        if step % 3 == 2:
+            mean = sum(share * flat(model) for share, model in zip(shares, models, strict=True))
+            for model in models:
+                torch.nn.utils.vector_to_parameters(mean.clone(), model.parameters())
+    return flat(models[0])
+
+
+def test_in_local_sgd_a_worker_has_the_weight_of_its_ranks(processes: Processes, tmp_path: Path) -> None:
+    """A mean in which a worker of two ranks counts as one of one rank is well beyond the tolerance."""
+    code, output = processes.run([*UNEQUAL, HELPERS / "island_job.py", "diloco", tmp_path / "out"])
+    assert code == 0, output
+    found = [torch.load(tmp_path / f"out-{rank}.pt", weights_only=True) for rank in range(3)]
+    expected = averaged([[0, 1], [2]])
+    for each in found:
+        torch.testing.assert_close(each["model"].double(), expected, rtol=0, atol=1e-6)
+    assert {event["worker"]: event["share"] for event in events(tmp_path / "out.run")} == {0: 4 / 3, 1: 2 / 3}
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A process group of one rank."""
