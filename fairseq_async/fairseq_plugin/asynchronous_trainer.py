@@ -24,6 +24,7 @@ from fairseq_async.worker.async_worker import AsyncWorker
 
 logger = logging.getLogger(__name__)
 
+_PARTS = "parts"  # key of a worker's position
 SEED_SPACING = 1_000_000  # between workers' seeds: more than fairseq adds for epochs and updates
 
 
@@ -141,6 +142,19 @@ class AsynchronousTrainer(Trainer, ABC):
                 "lower --max-tokens or --batch-size, or start fewer workers"
             )
 
+    def position(self) -> StateDict:
+        """Returns where this worker is in its part of the data, for its restart."""
+        state: StateDict = self._iterator.state_dict()
+        return state if self._parts is None else state | {_PARTS: self._parts}
+
+    @property
+    def _parts(self) -> list[int] | None:
+        """The first of the worker's parts of the data, how many it has, of how many; None where each worker has one."""
+        context = self.session.context
+        if context.ranks == context.workers:
+            return None
+        return [context.global_rank - context.rank, context.island_size, context.ranks]
+
     def fraction_of_epoch(self) -> float:
         """Returns the fraction of a pass over the whole training set that this step's batches are, those of all ranks;
         0 if its size is not known."""
@@ -244,7 +258,9 @@ class AsynchronousTrainer(Trainer, ABC):
         if running and self.session.client.on_any_rank(extra_state is None):
             return None  # not even where this rank could read it
         if extra_state is not None and keeps_positions and not running:
-            check_workers(extra_state, self.session.context.ranks, filename)
+            context = self.session.context
+            what = "workers" if context.ranks == context.workers else "ranks in all"
+            check_workers(extra_state, context.ranks, filename, what)
         return extra_state
 
     def state_dict(self) -> StateDict:
@@ -256,7 +272,17 @@ class AsynchronousTrainer(Trainer, ABC):
 
         A worker that comes back goes on at ``position``, whatever the checkpoint or the flags say of the run's
         beginning.
+
+        Raises:
+            ConfigurationError: the position is of a worker whose ranks had other parts of the data.
         """
+        if position is not None and position.get(_PARTS) != self._parts:
+            if not self.session.context.joins:
+                raise ConfigurationError(
+                    "this run goes on with workers of other numbers of ranks, which had other parts of the data: give "
+                    "--reset-dataloader, or the --ranks-per-worker of before"
+                )
+            position = None  # of another worker, which had this number before
         self._position = position
         if extra_state is not None:
             extra_state["train_iterator"] = position or extra_state["train_iterator"]

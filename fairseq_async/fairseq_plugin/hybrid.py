@@ -122,7 +122,7 @@ class HybridTrainer(AsynchronousTrainer):
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
         """Returns the gradient's norm. Just before the push, a slowed-down worker waits here: its gradient gets old."""
         norm: Tensor = super().clip_grad_norm(clip_norm)
-        self.optimizer.report = Report(self._iterator.state_dict(), self.fraction_of_epoch())
+        self.optimizer.report = Report(self.position(), self.fraction_of_epoch())
         self.loop.slowed_down()
         return norm
 

@@ -234,7 +234,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
         self._in_step = False
         self.worker.epochs += self.fraction_of_epoch()
         self.worker.tokens += tokens
-        self.worker.step(time.perf_counter() - self.loop.began, loss, self._iterator.state_dict())
+        self.worker.step(time.perf_counter() - self.loop.began, loss, self.position())
         self.set_num_updates(int(self._num_updates))
 
     def _applied_updates(self, progress: int, previous: int) -> AppliedUpdates:

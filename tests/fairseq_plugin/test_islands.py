@@ -9,12 +9,13 @@ import pytest
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import flags as flags_of
 from fairseq_async.fairseq_plugin import refused
-from tests.helpers.commands import Processes, synchronous
+from tests.helpers.commands import ROOT, Processes, synchronous
 from tests.helpers.fairseq_flags import parsed
 from tests.helpers.run_files import events, relative_differences
 
 Launch = Callable[..., tuple[int, str]]
 ADAM = ["--adam-betas", "(0.9, 0.98)"]
+FP16 = ["--fp16", "--fp16-no-flatten-grads", "--fp16-init-scale", 16]  # else fairseq needs a GPU for it
 LOCAL = "--optimizer local_sgd --inner-optimizer adam --outer sgd --outer-lr 1.0 --local-steps 4".split()
 
 
@@ -42,6 +43,30 @@ def test_one_worker_of_two_ranks_is_plain_fairseq_on_two(
     found = relative_differences(tmp_path / "plain/checkpoint_last.pt", tmp_path / "ours/checkpoint_last.pt")
     assert len(found) > 30 and max(value for name, value in found.items() if "k_proj.bias" not in name) <= tolerance
     assert {event["worker"] for event in events(tmp_path / "ours")} == {0}
+
+
+@pytest.mark.parametrize(
+    ("method", "flags"),
+    [
+        (["--updates-per-step", 1], ["--bf16", "--ddp-backend", "pytorch_ddp", "--update-freq", 2]),
+        (["--updates-per-step", 1], [*FP16, "--ddp-backend", "legacy_ddp"]),
+        (LOCAL, ["--bf16", "--ddp-backend", "legacy_ddp"]),
+        (LOCAL, [*FP16, "--ddp-backend", "pytorch_ddp", "--update-freq", 2]),
+    ],
+    ids=["hybrid bf16", "hybrid fp16", "local bf16", "local fp16"],
+)
+def test_in_half_precision_too_a_worker_of_two_ranks_is_plain_fairseq_to_the_bit(
+    launch: Launch, processes: Processes, data: Path, tmp_path: Path, method: list[object], flags: list[object]
+) -> None:
+    """Without clipping, of which plain fairseq rounds the factor together with another one. A local SGD of one worker
+    is as exact: θ − (θ − θ') is θ' in fp32 where a step is small beside the parameter."""
+    common = [*ADAM, *flags, "--max-update", 8, "--clip-norm", 0]
+    plain = ["--optimizer", "adam", "--user-dir", ROOT / "scripts/bench/plain_on_cpu"]
+    synchronous(processes, data, tmp_path / "plain", 2, *plain, *common)
+    code, output = launch(1, tmp_path / "ours", *method, *common, launcher=["--ranks-per-worker", 2])
+    assert code == 0, output
+    found = relative_differences(tmp_path / "plain/checkpoint_last.pt", tmp_path / "ours/checkpoint_last.pt")
+    assert len(found) > 30 and set(found.values()) == {0.0}
 
 
 @pytest.mark.parametrize(("sizes", "ranks"), [("2", 4), ("1,2", 3)])

@@ -99,7 +99,7 @@ def synchronous(processes: Processes, data: Path, save_dir: Path, workers: int, 
     common = ["--distributed-world-size", workers, "--distributed-no-spawn", "--distributed-backend", "gloo"]
     common += ["--ddp-backend", "legacy_ddp", "--distributed-init-method", f"file://{save_dir}.rendezvous"]
     ranks = [
-        processes.start(plain_command(data, save_dir, *flags, *common, "--distributed-rank", rank))
+        processes.start(plain_command(data, save_dir, *common, *flags, "--distributed-rank", rank))
         for rank in range(workers)
     ]
     outputs = [rank.communicate(timeout=180)[0] for rank in ranks]

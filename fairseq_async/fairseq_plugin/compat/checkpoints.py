@@ -115,8 +115,12 @@ def make_plain(checkpoint: StateDict, given: StateDict, ranks: int) -> StateDict
     return checkpoint | {"cfg": given, "extra_state": plain_values(checkpoint["extra_state"]) | {_RANKS: ranks}}
 
 
-def check_workers(extra_state: StateDict, workers: int, filename: str) -> None:
+def check_workers(extra_state: StateDict, workers: int, filename: str, what: str = "workers") -> None:
     """Checks that the positions in a checkpoint are of a run whose workers had the same parts of the data.
+
+    Args:
+        workers: number of parts of the data, one for each rank of a worker.
+        what: the name of what has a part, for the message.
 
     Raises:
         ConfigurationError: that run had another number of workers.
@@ -125,8 +129,8 @@ def check_workers(extra_state: StateDict, workers: int, filename: str) -> None:
     before = extra_state.get(_RANKS) or (_ranks_of_plain_fairseq(filename) if within_epoch else workers)
     if before != workers:
         raise ConfigurationError(
-            f"{filename} is of a run of {before} workers, and this one has {workers}, each with another part of the "
-            f"data: give --reset-dataloader, or start {before} workers"
+            f"{filename} is of a run of {before} {what}, and this one has {workers}, each with another part of the "
+            f"data: give --reset-dataloader, or start {before} {what}"
         )
 
 
