@@ -28,11 +28,13 @@ class RuleContext:
         workers: number of workers that were announced.
         sizes: number of elements of each tensor of the model, in the order of the flat parameters.
         names: names of these tensors.
+        shapes: shapes of these tensors; a matrix has two dimensions.
     """
 
     workers: int
     sizes: Sequence[int] = ()
     names: Sequence[str] = ()
+    shapes: Sequence[tuple[int, ...]] = ()
 
 
 @dataclass(frozen=True)

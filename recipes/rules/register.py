@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.method.methods import OuterRule, register_outer_rule  # noqa: E402
-from recipes.rules import baselines, direction_averaging  # noqa: E402
+from recipes.rules import baselines, direction_averaging, isoloco  # noqa: E402
 
 register_outer_rule(
     OuterRule(
@@ -18,3 +18,4 @@ register_outer_rule(
 register_outer_rule(OuterRule("heavy_ball", baselines.HeavyBallOptions, baselines.heavy_ball, divisible=True))
 register_outer_rule(OuterRule("adam", baselines.OuterAdamOptions, baselines.adam, divisible=True))
 register_outer_rule(OuterRule("adamw", baselines.OuterAdamWOptions, baselines.adamw, divisible=True))
+register_outer_rule(OuterRule("isoloco", isoloco.IsoLoCoOptions, isoloco.build, synchronous=True, divisible=True))

@@ -21,6 +21,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "hybrid": {"method": "hybrid_async"},
     "synchronous": {"method": "hybrid_async", "barrier": True},
     "DiLoCo": {"method": "local_sgd", "outer": "diloco", "local_steps": 2},
+    "IsoLoCo": {"method": "local_sgd", "outer": "isoloco", "local_steps": 2},
     "grace": DN | {"grace_period": 1.5, "dynamic_local_steps": True, "staleness_power": -0.5},
     "HeLoCo": {"method": "local_sgd", "outer": "heloco", "local_steps": 2, "delay_compensation": 0.5},
     "quorum": {

@@ -51,8 +51,8 @@ def _outer_rule(spec: MethodSpec, options: LocalSGDOptions, layout: Layout) -> R
     rules = []
     for fragment in fragments:
         segments = layout.segments[fragment.tensors]
-        sizes, names = zip(*((segment.size, segment.name) for segment in segments), strict=True)
-        rules.append(outer.build(options, methods.RuleContext(spec.workers, sizes, names)))
+        sizes, names, shapes = zip(*((each.size, each.name, each.shape) for each in segments), strict=True)
+        rules.append(outer.build(options, methods.RuleContext(spec.workers, sizes, names, shapes)))
     return rules[0] if len(rules) == 1 else FragmentedRule(fragments, rules)
 
 
