@@ -25,7 +25,8 @@ from fairseq_async.deepspeed_plugin.compat import check_not_started
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.initialize import initialize
 from fairseq_async.errors import AsyncError, fail, spell_options
-from fairseq_async.options.config import HybridOptions, LocalSGDOptions
+from fairseq_async.options.config import HybridOptions, LocalSGDOptions, divides_by_default
+from fairseq_async.pytorch.accumulation import follows_shares
 from fairseq_async.pytorch.divided import Division, Place
 from fairseq_async.pytorch.follow_run import FollowRun, Plan, Worker, wrap
 from fairseq_async.server.optimizers.learning_rates import present_rates
@@ -84,6 +85,10 @@ def _make_plugin(original: Callable[[DeepSpeedPlugin], None], plugin: DeepSpeedP
         )
     original(plugin)
     _enter_world(plugin.deepspeed_config)  # before accelerate does
+    section = plugin.deepspeed_config.get(_SECTION)
+    if isinstance(section, dict):  # accelerate takes every "auto" for one that it is to fill in
+        for key in [key for key, value in section.items() if value == "auto" and key != "total_steps"]:
+            _automatic[key] = section.pop(key)
 
 
 def _launched_with() -> str | None:
@@ -156,8 +161,12 @@ def _complete_configuration(
         # the Trainer would keep its schedule for itself, and step it by this worker's own steps
         name = args.deepspeed if isinstance(args.deepspeed, str) else _launched_with() or "config"
         fail(f'{name}: the Trainer keeps its learning-rate schedule from the run: add "optimizer": {_OPTIMIZER}')
-    if entered_world() is not None:
-        config.config[_SECTION]["total_steps"] = steps
+    if (context := entered_world()) is not None:
+        section = config.config[_SECTION]
+        section["total_steps"] = steps
+        can_divide = section.get("method") == "hybrid_async" and follows_shares(Trainer)
+        if can_divide and divides_by_default(section | _automatic, args.gradient_accumulation_steps, context.workers):
+            _automatic["shares"] = "auto"
     original(config, args, model, steps)
 
 
@@ -179,6 +188,7 @@ def _initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     if {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} <= config.keys():
         # accelerate has filled in the third, too, of a world that is one worker
         config = {key: value for key, value in config.items() if key != "train_batch_size"}
+    config = config | {_SECTION: config[_SECTION] | _automatic}
     engine, optimizer, loader, schedule = initialize(**given | {"config": config, "config_params": None})
     if not isinstance(engine, AsyncEngine):
         return engine, optimizer, loader, schedule
@@ -199,8 +209,6 @@ def _plan_training(original: Callable[..., Plan], trainer: Trainer, *args: objec
     if context is None:
         return original(trainer, *args)
     section = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config[_SECTION]
-    if section.get("shares") == "auto":
-        fail('"shares": "auto" does not go with the Trainer, which accumulates as many batches on every worker')
     steps = section.get("total_steps", "auto")
     flow = FollowEngine(trainer, _worker_side, _take_parameters, lambda: None)
     return flow.plan(original(trainer, *args), args[1], 0 if steps == "auto" else steps, context.workers, False)
@@ -222,6 +230,7 @@ class FollowEngine(FollowRun):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Ends this worker's part; the model has the server's parameters, or those of the best checkpoint."""
+        super().on_train_end(args, state, control, **kwargs)
         _end()
 
 
@@ -272,5 +281,6 @@ def _process_index(own: int) -> int:
     return own if context is None else context.global_rank
 
 
+_automatic: Config = {}  # what our section has as "auto", beside total_steps, hidden from accelerate
 _engines: list[AsyncEngine] = []  # of this process: one at most
 _divisions: list[Division] = []  # likewise

@@ -18,7 +18,14 @@ from fairseq_async.method import global_server, option_flags
 from fairseq_async.method.option_checks import check_ranks
 from fairseq_async.method.option_flags import INNER_OPTIMIZER
 from fairseq_async.method.spec import OPTIMIZER_OVERRIDES, JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
-from fairseq_async.options.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, ServerOptions
+from fairseq_async.options.config import (
+    AdaScaleOptions,
+    AdasumOptions,
+    HybridOptions,
+    LocalSGDOptions,
+    ServerOptions,
+    divides_by_default,
+)
 
 
 def add_server_method(parser: ArgumentParser, method: str) -> None:
@@ -74,10 +81,13 @@ def _inner_class(method: str, name: str) -> Any:
 # that the chosen rule does not have.
 
 
-def hybrid_options(args: Namespace, cfg: DictConfig) -> HybridOptions:
+def hybrid_options(args: Namespace, cfg: DictConfig, workers: int) -> HybridOptions:
     """The options of ``--optimizer hybrid_async``."""
     others = _of_fairseq(cfg)
-    if args.hybrid_async_shares == "auto":
+    given = option_flags.given(HybridOptions, args)
+    if divides_by_default(given, refused.average_micro_batches(cfg), workers):
+        others["shares"] = "auto"
+    if args.hybrid_async_shares == "auto" or "shares" in others:
         others["micro_batches"] = refused.check_shares(cfg)
     return option_flags.method_options(HybridOptions, args, others)
 
@@ -122,7 +132,7 @@ def _of_fairseq(cfg: DictConfig) -> dict[str, object]:
 
 def describe_hybrid(args: Namespace, cfg: DictConfig, workers: int) -> MethodSpec:
     """Describes a ``hybrid_async`` run, for which the server builds fairseq's inner optimizer and schedule."""
-    options = hybrid_options(args, cfg)
+    options = hybrid_options(args, cfg, workers)
     updates = options.for_workers(workers).updates_per_step
     refused.check_asynchronous(args, cfg)
     synchronous = options.barrier and updates == workers

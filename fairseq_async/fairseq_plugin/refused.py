@@ -119,6 +119,13 @@ def check_asynchronous(args: Namespace, cfg: DictConfig) -> None:
     _refuse((frequency < 1, f"--update-freq {frequency}: a step needs a batch; give 1 or more"))
 
 
+def average_micro_batches(cfg: DictConfig) -> int:
+    """Returns the number of batches in a step of a worker; 1 where the server cannot divide them anew."""
+    frequencies, several = cfg.optimization.update_freq, cfg.distributed_training.distributed_world_size > 1
+    fixed = len(set(frequencies)) > 1 or cfg.optimization.skip_remainder_batch or several
+    return 1 if fixed else int(frequencies[0])
+
+
 def check_shares(cfg: DictConfig) -> int:
     """Returns the number of batches in a step of a worker, which the server is to divide anew.
 

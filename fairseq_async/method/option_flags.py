@@ -139,9 +139,15 @@ def method_options(model: type[_Options], args: Namespace, others: Mapping[str, 
         ConfigurationError: a value is out of its range, or the chosen rule does not use a flag.
     """
     method = str(model.model_fields["method"].default)
+    values = {**given(model, args), **others}
+    return methods.parse(model, values, f"--optimizer {method}", lambda name: spelling(method, name))
+
+
+def given(model: type[Options], args: Namespace) -> dict[str, object]:
+    """Returns the values of those flags of a method that the command has."""
+    method = str(model.model_fields["method"].default)
     values = {option.name: getattr(args, _dest(method, option.name)) for option in flags_of(method)}
-    given = {name: value for name, value in values.items() if value is not None}
-    return methods.parse(model, {**given, **others}, f"--optimizer {method}", lambda name: spelling(method, name))
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def server_options_of(method: str, args: Namespace) -> ServerOptions:

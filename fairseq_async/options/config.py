@@ -3,6 +3,7 @@
 This module and those that read its models do not import torch, so that a mistake in the options shows at once.
 """
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Literal
 
@@ -263,6 +264,7 @@ class HybridOptions(Options):
         "equal",
         description="how the micro_batches of a step are divided among the workers; auto: by their speeds, so that "
         "all are done at about the same time",
+        json_schema_extra={"default": "auto in fairseq and the Trainer, where a step closes early; else equal"},
     )
     compress: Compression = Field(Compress(), description=_COMPRESS_HELP, json_schema_extra=_COMPRESS)
     total_steps: int = Field(0, ge=0, description="steps of the server in the whole run; 0 for no end")
@@ -307,3 +309,15 @@ class HybridOptions(Options):
                 "workers, which would wait for ever; lower it, or start more"
             )
         return self.model_copy(update={"updates_per_step": updates}) if self.barrier else self
+
+
+def divides_by_default(given: Mapping[str, object], micro_batches: int, workers: int) -> bool:
+    """Whether ``shares`` is ``auto`` where it is not given, in a front end whose loop follows by itself.
+
+    Behind a barrier it is ``equal``: such a run is to be repeated to the bit, and measured speeds differ between runs.
+
+    Args:
+        given: the options of ``hybrid_async`` that the user has given.
+    """
+    closes_early = not given.get("barrier") and given.get("updates_per_step") in (None, "auto")
+    return "shares" not in given and closes_early and micro_batches > 1 and workers > 1

@@ -1,10 +1,11 @@
 """A ``Trainer`` of transformers that counts, logs, evaluates, saves and ends by the run, not by its own steps."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from typing import Any, TypeAlias
 
+import torch
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
@@ -12,6 +13,7 @@ from transformers.trainer_utils import has_length
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.pytorch.accumulation import Accumulation
 from fairseq_async.server.optimizers.learning_rates import rates_by_step, steps_taken
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
@@ -58,11 +60,12 @@ class FollowRun(DefaultFlowCallback):
         self._trainer, self._find, self._prepare, self._restore = trainer, find, prepare, restore
         self._epochs = self._steps_per_epoch = self._batches_per_epoch = 0
         self._own_steps = 0  # whose losses were not logged yet
+        self._accumulation: Accumulation | None = None  # where the server divides the micro-batches of a step
         others = [each for each in trainer.callback_handler.callbacks if not isinstance(each, DefaultFlowCallback)]
         trainer.callback_handler.callbacks = [self, *others]
         log_save_evaluate = partial(self._log_save_evaluate, trainer._maybe_log_save_evaluate)
         setattr(trainer, "_maybe_log_save_evaluate", log_save_evaluate)  # noqa: B010 - mypy assigns to no method
-        setattr(trainer, "get_batch_samples", partial(self._weigh, trainer.get_batch_samples))  # noqa: B010
+        setattr(trainer, "get_batch_samples", partial(self._draw, trainer.get_batch_samples))  # noqa: B010
 
     def plan(self, plan: Plan, loader: object, total_steps: int, parts: int, is_part: bool) -> Plan:
         """Returns the ``Trainer``'s plan without an end of its epochs, which a fast worker has more of.
@@ -92,6 +95,8 @@ class FollowRun(DefaultFlowCallback):
         if worker is not None:
             trainer.state.global_step = max(trainer.state.global_step, self._steps(worker))
             trainer._initial_global_step = trainer._globalstep_last_logged = trainer.state.global_step
+        if isinstance(worker, HybridWorker) and worker.micro_batches:
+            self._accumulation = Accumulation(trainer, worker)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -116,6 +121,14 @@ class FollowRun(DefaultFlowCallback):
         if due(args.eval_strategy, state.eval_steps) and args.eval_delay <= (position or 0):
             control.should_evaluate = True
         control.should_save |= due(args.save_strategy, state.save_steps)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ends what the run has changed of the ``Trainer``'s loop."""
+        if self._accumulation is not None:
+            self._accumulation.end()
+            self._accumulation = None
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -150,14 +163,17 @@ class FollowRun(DefaultFlowCallback):
         original(*args, **kwargs)
         self._restore()
 
-    def _weigh(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stands for the ``Trainer``'s ``get_batch_samples``, which counts the tokens of a step. Where its loss is to
-        be their mean over all ranks, a gradient has their number as its weight."""
-        batches, tokens = original(*args, **kwargs)
+    def _draw(self, original: Callable[..., Any], batches: Iterator[Any], number: int, device: torch.device) -> Any:
+        """Stands for the ``Trainer``'s ``get_batch_samples``, which draws the micro-batches of a step and counts their
+        tokens. Where its loss is to be their mean over all ranks, a gradient has their number as its weight."""
+        if self._accumulation is not None:
+            drawn, tokens = self._accumulation.draw(original, batches, device)
+        else:
+            drawn, tokens = original(batches, number, device)
         worker = self._find()
         if isinstance(worker, HybridWorker) and self._trainer.args.average_tokens_across_devices:
             worker.weight = None if tokens is None else float(tokens)
-        return batches, tokens
+        return drawn, tokens
 
     def _scale_loss(self) -> None:
         """Scales the sum of this worker's losses, which the ``Trainer`` divides by the run's steps, not by its own."""

@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.options.config import divides_by_default
+from fairseq_async.pytorch.accumulation import follows_shares
 from fairseq_async.pytorch.divided import Division, Place
 from fairseq_async.pytorch.follow_run import FollowRun, Plan, RunSchedule, wrap
 from fairseq_async.pytorch.hybrid import HybridAsync
@@ -49,7 +51,9 @@ class AsyncCallback(TrainerCallback):
         resume_from_checkpoint: what ``train`` is given under this name, which the Trainer does not tell its callbacks.
             Needed where the checkpoint is not in ``output_dir``.
         options: of :class:`~fairseq_async.torch.AsyncLocalSGD` or :class:`~fairseq_async.torch.HybridAsync`.
-            ``total_steps`` takes the place of the Trainer's own number of steps, also in its schedule.
+            ``total_steps`` takes the place of the Trainer's own number of steps, also in its schedule. With
+            ``shares="auto"`` the server divides the ``gradient_accumulation_steps`` of all workers by their speeds;
+            this is the default without ``barrier`` and ``updates_per_step``.
     """
 
     @errors_in_one_line()
@@ -66,12 +70,11 @@ class AsyncCallback(TrainerCallback):
             raise ConfigurationError(
                 "AsyncCallback: under torchrun the Trainer is synchronous; start the script with fairseq-async launch"
             )
-        for key in ("shares", "micro_batches"):
-            if key in options:
-                raise ConfigurationError(
-                    f"AsyncCallback: {key} is not supported: the Trainer accumulates gradient_accumulation_steps "
-                    "batches on every worker; leave it out"
-                )
+        if "micro_batches" in options:
+            raise ConfigurationError(
+                "AsyncCallback: micro_batches is what the Trainer has as gradient_accumulation_steps: give that to "
+                "TrainingArguments, and leave micro_batches out"
+            )
         self.method, self.options = method, options
         self._resumed_from = None if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
         self._context = WorkerContext.find()
@@ -163,7 +166,26 @@ class AsyncCallback(TrainerCallback):
     def _make(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> AsyncTraining:
         if self.method == "local_sgd":
             return AsyncLocalSGD(model, optimizer, **self.options | {"total_steps": steps})
-        return HybridAsync(model, optimizer, scheduler=scheduler, **self.options | {"total_steps": steps})
+        own = self.options | {"total_steps": steps} | self._shares()
+        return HybridAsync(model, optimizer, scheduler=scheduler, **own)
+
+    def _shares(self) -> dict[str, object]:
+        """Returns the options by which the server divides the micro-batches of a step, if it does.
+
+        Raises:
+            ConfigurationError: a step has one of each worker, which cannot be divided.
+        """
+        assert self._trainer is not None
+        number = int(self._trainer.args.gradient_accumulation_steps)
+        by_default = divides_by_default(self.options, number, self._context.workers)
+        if not (self.options.get("shares") == "auto" or by_default and follows_shares(self._trainer)):
+            return {}
+        if number == 1:
+            raise ConfigurationError(
+                "AsyncCallback: shares is auto: give TrainingArguments gradient_accumulation_steps of at least 2 to be "
+                "divided"
+            )
+        return {"shares": "auto", "micro_batches": number}
 
     def _restore(self, training: AsyncTraining, path: Path) -> None:
         """Restores the server's state.

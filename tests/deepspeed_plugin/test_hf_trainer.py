@@ -171,13 +171,13 @@ def test_with_an_optimizer_alone_the_trainers_schedule_is_the_servers(tmp_path: 
             {"optimizer", "scheduler"},
             'config.json: the Trainer keeps its learning-rate schedule from the run: add "optimizer": {"type": "AdamW"',
         ),
-        ({"shares": "auto"}, set(), 'error: "shares": "auto" does not go with the Trainer'),
+        ({"shares": "auto"}, set(), 'error: "shares" is auto: give "gradient_accumulation_steps" of at least 2'),
     ],
 )
 def test_what_stays_in_the_trainer_is_one_line_of_error(
     tmp_path: Path, section: dict[str, Any], without: set[str], says: str
 ) -> None:
-    base = {key: value for key, value in BASE.items() if key not in without} | {"gradient_accumulation_steps": 2}
+    base = {key: value for key, value in BASE.items() if key not in without}
     code, output = run(tmp_path, 1, {"method": "hybrid_async"} | section, base=base)
     assert code != 0 and "Traceback" not in output and says in output
 

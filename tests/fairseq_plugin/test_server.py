@@ -196,6 +196,26 @@ def test_options_that_cannot_work_are_refused_by_name(
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "workers", "average"),
+    [
+        (["--update-freq", "4"], 2, 4),
+        (["--update-freq", "4", "--shares", "equal"], 2, 0),
+        (["--update-freq", "4", "--barrier"], 2, 0),
+        (["--update-freq", "4", "--updates-per-step", "2"], 2, 0),
+        (["--update-freq", "2,4"], 2, 0),
+        (["--update-freq", "4", "--skip-remainder-batch"], 2, 0),
+        (["--update-freq", "4"], 1, 0),
+        ([], 2, 0),
+    ],
+)
+def test_steps_of_several_batches_are_divided_by_speed_where_they_can_be(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], workers: int, average: int
+) -> None:
+    """And nobody has said otherwise; a run with a barrier is to be the same each time."""
+    assert spec_of(monkeypatch, *flags, workers=workers).micro_batches == average
+
+
 def test_the_server_is_told_of_the_overrides_of_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     given = spec_of(monkeypatch, "--optimizer-overrides", "{'betas': (0.5, 0.9)}").framework
     assert given["optimizer_overrides"] == {"betas": [0.5, 0.9]}

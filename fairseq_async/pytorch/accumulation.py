@@ -1,0 +1,89 @@
+"""A ``Trainer`` each of whose steps accumulates as many micro-batches as the server has assigned."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from fairseq_async.errors import ConfigurationError, option
+from fairseq_async.worker.hybrid import HybridWorker
+
+
+def follows_shares(trainer: Trainer | type[Trainer]) -> bool:
+    """Whether the loop of this version of transformers is one that :class:`Accumulation` knows."""
+    return hasattr(trainer, "_run_epoch")
+
+
+class AccumulationSteps(int):
+    """``args.gradient_accumulation_steps`` where the number of micro-batches differs from step to step.
+
+    The value is their average. The Trainer's loop takes the position in the epoch modulo this value, and begins and
+    ends a step where the result is 0: so does this one, at the bounds of each step. A copy is a plain int.
+    """
+
+    _first: int | None = None  # position of the step's first micro-batch; None until the loop says it
+    _number = 0
+
+    def begin_step(self, number: int) -> None:
+        """Begins a step of this number of micro-batches, at least 1."""
+        self._first, self._number = None, number
+
+    def __rmod__(self, position: int) -> int:
+        if not self._number:
+            return position % int(self)
+        if self._first is None:
+            self._first = position - 1  # the loop asks first whether the step ends with its first micro-batch
+        return (position - self._first) % self._number
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
+class Accumulation:
+    """Makes a ``Trainer``'s steps be of ``worker.micro_batches``, until :meth:`end`.
+
+    At the end of an epoch a step is of the micro-batches that are left. An epoch is a pass over the worker's data,
+    however many steps that takes; a run that goes on begins where the worker was in its data.
+
+    Raises:
+        ConfigurationError: this version of transformers has another loop.
+    """
+
+    def __init__(self, trainer: Trainer, worker: HybridWorker) -> None:
+        if not follows_shares(trainer):
+            raise ConfigurationError(
+                f"{option('shares')} is auto, and this version of transformers has no Trainer._run_epoch: install a "
+                "newer one"
+            )
+        self._trainer, self._worker = trainer, worker
+        self._further = 0  # epochs that this worker is ahead of the run's mean, as it goes on
+        self._steps = AccumulationSteps(trainer.args.gradient_accumulation_steps)
+        trainer.args.gradient_accumulation_steps = self._steps
+        run_epoch = partial(self._run_epoch, trainer._run_epoch)
+        setattr(trainer, "_run_epoch", run_epoch)  # noqa: B010 - mypy assigns to no method
+
+    def draw(self, draw: Callable[..., tuple[list[Any], Any]], batches: Iterator[Any], device: torch.device) -> Any:
+        """Returns what the Trainer's ``get_batch_samples`` does for the micro-batches of the worker's next gradient."""
+        drawn, tokens = draw(batches, self._worker.micro_batches, device)
+        if drawn:
+            self._worker.micro_batches = len(drawn)
+            self._steps.begin_step(len(drawn))
+        return drawn, tokens
+
+    def _run_epoch(self, run_epoch: Callable[..., None], **given: Any) -> None:
+        """Stands for the ``Trainer``'s ``_run_epoch``, which would end the epoch after as many steps as it has of the
+        average."""
+        batches, goes_on = given["steps_in_epoch"], given["resume_from_checkpoint"] is not None
+        if goes_on and given["epoch"] == given["epochs_trained"] and not self._trainer.args.ignore_data_skip:
+            passes, given["steps_trained_in_current_epoch"] = divmod(self._worker.drawn or 0, batches)
+            self._further = passes - given["epochs_trained"]
+        given["epoch"] += self._further
+        given["epochs_trained"] += self._further
+        run_epoch(**given | {"num_update_steps_per_epoch": batches})  # more than there are: nothing is left then
+
+    def end(self) -> None:
+        """Gives the ``Trainer`` its own number and method back."""
+        self._trainer.args.gradient_accumulation_steps = int(self._steps)
+        vars(self._trainer).pop("_run_epoch")

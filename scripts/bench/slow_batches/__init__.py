@@ -1,0 +1,34 @@
+"""A fairseq user directory whose task takes a fixed time for each batch, whatever the machine does at the time.
+
+``--user-dir scripts/bench/slow_batches --task timed_translation --seconds-per-batch 0.3,0.9`` trains as ``--task
+translation`` does, but sleeps after each batch's gradient: rank 0, or worker 0 of an asynchronous run, for 0.3 seconds.
+"""
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed
+from fairseq.tasks import register_task
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
+
+import fairseq_async.fairseq_plugin  # noqa: F401 - registers the optimizers
+from fairseq_async.environment import WORKER
+
+
+@dataclass
+class TimedTranslationConfig(TranslationConfig):
+    seconds_per_batch: str = field(default="", metadata={"help": "seconds of each rank or worker, with commas"})
+
+
+@register_task("timed_translation", dataclass=TimedTranslationConfig)
+class TimedTranslationTask(TranslationTask):
+    """Translation in which each batch takes a worker its number of ``--seconds-per-batch`` longer."""
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().train_step(*args, **kwargs)
+        ranks = torch.distributed.is_initialized()
+        worker = torch.distributed.get_rank() if ranks else int(os.environ[WORKER])
+        time.sleep(float(self.cfg.seconds_per_batch.split(",")[worker]))
+        return result

@@ -1,0 +1,106 @@
+"""Shares by speed in the Trainer, without and with DeepSpeed: a step is that of a synchronous run with the same
+micro-batches."""
+
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from tests.helpers.commands import DEEPSPEED, HELPERS, ROOT, Processes, command
+from tests.helpers.sines import BATCH, RATE, SAVED_AT, UNUSED, Net, Sines
+
+PATH = f"{HELPERS / 'without_fairseq'}:{ROOT}"
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``tests/helpers/hf_shares.py`` has left."""
+    path, processes = tmp_path_factory.mktemp("shares"), Processes()
+    try:
+        processes.run([command("python"), "-m", "tests.helpers.hf_shares", path], seconds=500, **DEEPSPEED)
+    finally:
+        processes.end()
+    return path
+
+
+def left(out: Path, name: str) -> list[dict[str, Any]]:
+    logs = (out / f"{name}.log").read_text()[-3000:]
+    assert all((out / f"{name}-{worker}.pt").exists() for worker in range(2)), logs
+    return [torch.load(out / f"{name}-{worker}.pt", weights_only=True) for worker in range(2)]
+
+
+def synchronous(workers: list[dict[str, Any]], by_tokens: bool) -> Tensor:
+    """Where a run in float64 ends that takes the same samples in the same steps."""
+    net, data = Net().double(), Sines()
+    optimizer = SGD(net.parameters(), lr=RATE, momentum=0.9)
+    for step in zip(*(each["samples"][:-1] for each in workers), strict=True):
+        optimizer.zero_grad()
+        chosen = [number for each in step for number in each]
+        batches = [chosen] if by_tokens else [chosen[at : at + BATCH] for at in range(0, len(chosen), BATCH)]
+        for batch in batches:
+            inputs, labels = (torch.stack([data[number][key] for number in batch]) for key in ("inputs", "labels"))
+            (net.total(inputs.double(), labels) / (labels != UNUSED).sum() / len(batches)).backward()
+        optimizer.step()
+    return nn.utils.parameters_to_vector(net.parameters()).detach()
+
+
+@pytest.mark.parametrize("name", ["whole", "tokens", "deepspeed", "deepspeed, tokens"])
+def test_a_step_is_synchronous_with_the_same_micro_batches(out: Path, name: str) -> None:
+    """And an epoch is a pass over a worker's twelve batches, whose last step has what is left of them."""
+    ended = left(out, name)
+    numbers = [[len(step) // BATCH for step in each["samples"][:-1]] for each in ended]
+    assert numbers == [[4, 6, 2, 6, 6, 6], [4, 2, 2, 2, 2, 2]]
+    assert sorted(sum(ended[0]["samples"][:3] + ended[1]["samples"][:5], [])) == list(range(len(Sines())))
+    expected = synchronous(ended, by_tokens="tokens" in name)
+    for each in ended:
+        torch.testing.assert_close(each["parameters"].double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["whole", "tokens", "deepspeed", "deepspeed, tokens"])
+def test_the_loss_in_the_log_is_that_of_the_steps_own_micro_batches(out: Path, name: str) -> None:
+    ended = left(out, name)[0]
+    logged = [line["loss"] for line in ended["log"] if "loss" in line]
+    mean = sum if "tokens" in name else fmean
+    assert logged == pytest.approx([mean(step) for step in ended["losses"][:-1]], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["whole", "deepspeed"])
+def test_a_run_that_goes_on_draws_what_it_would_have_drawn(out: Path, name: str) -> None:
+    """Each worker in its own epoch: the first has had all of its data after three steps, the second two thirds."""
+    resumed = left(out, "resumed" if name == "whole" else "deepspeed, resumed")
+    for whole, again in zip(left(out, name), resumed, strict=True):
+        assert again["samples"] == whole["samples"][SAVED_AT:]
+        assert torch.equal(again["parameters"], whole["parameters"])
+
+
+def test_equal_shares_change_no_bit(out: Path) -> None:
+    for ours, theirs in zip(left(out, "equal shares"), left(out, "equal"), strict=True):
+        assert ours["samples"] == theirs["samples"] and {len(each) for each in ours["samples"][:3]} == {4 * BATCH}
+        assert torch.equal(ours["parameters"], theirs["parameters"])
+
+
+@pytest.mark.parametrize("name", ["by default", "deepspeed, by default"])
+def test_shares_are_the_default_of_a_trainer_that_accumulates(out: Path, name: str) -> None:
+    """Without a barrier, so that the second worker may come too late to have a part."""
+    first, _ = left(out, name)
+    assert [len(step) // BATCH for step in first["samples"][:2]] == [4, 6]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"shares": "auto"}, "shares is auto: give TrainingArguments gradient_accumulation_steps of at least 2"),
+        ({"micro_batches": 4}, "micro_batches is what the Trainer has as gradient_accumulation_steps"),
+    ],
+)
+def test_what_cannot_be_divided_is_one_line(
+    tmp_path: Path, processes: Processes, options: dict[str, Any], says: str
+) -> None:
+    job = [command("python"), HELPERS / "hf_callback_job.py", tmp_path]
+    code, output = processes.run([*job, json.dumps({"method": "hybrid_async", **options})], PYTHONPATH=PATH)
+    assert code == 2 and says in output and "Traceback" not in output
