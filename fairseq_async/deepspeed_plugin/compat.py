@@ -33,8 +33,6 @@ MADE_FOR = "0.19.8"  # the version that setup.py names
 
 # Attributes of the engine: the methods that our subclasses override, and what those overrides read or count.
 ENGINE = (
-    "_cast_module_mixed_precision",
-    "_mixed_precision_dtypes",
     "_report_progress",
     "_step_applied",
     "_take_model_step",
@@ -164,7 +162,10 @@ def round_model(engine: DeepSpeedEngine, kind: torch.dtype) -> None:
     """
     if kind not in deepspeed.get_accelerator().supported_dtypes():
         raise ConfigurationError(f'{str(kind).removeprefix("torch.")} is not supported on this device: give "bf16"')
-    from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern  # older versions fail in check_attributes first
+    if not hasattr(engine, "_cast_module_mixed_precision"):  # before 0.19.2
+        engine.module.to(kind)  # buffers, too
+        return
+    from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern
 
     kept = keep_in_fp32_pattern(engine.module, engine._config.keep_in_fp32_modules, kind)
     _, buffers = engine._mixed_precision_dtypes()
@@ -256,13 +257,18 @@ def count_step(engine: DeepSpeedEngine, applied: bool) -> None:
     engine.losses = None
     engine.global_steps += 1
     samples = engine.train_batch_size()
-    if not engine.managed_gradient_accumulation():  # by the script, in micro-batches of which DeepSpeed has the count
+    if not manages_accumulation(engine):  # by the script, in micro-batches of which DeepSpeed has the count
         samples = samples // engine.gradient_accumulation_steps() * engine._unmanaged_backward_count
         engine._unmanaged_backward_count = 0
     engine.global_samples += samples
     every = engine.steps_per_print()
     if every is not None and engine.global_rank == 0 and engine.global_steps % every == 0:
         engine._report_progress(engine.global_steps)
+
+
+def manages_accumulation(engine: DeepSpeedEngine) -> bool:
+    """Whether the engine itself says where a step ends; before 0.19.2 it always does."""
+    return not hasattr(engine, "managed_gradient_accumulation") or bool(engine.managed_gradient_accumulation())
 
 
 def is_raised_by_script(error: BaseException) -> bool:

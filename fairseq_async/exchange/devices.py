@@ -68,6 +68,9 @@ class _Arrived:
         """Does nothing."""
 
 
+ARRIVED = _Arrived()
+
+
 class PlainDevice:
     """Synchronous copies: for a model in memory, or for a flat vector on the model's own device."""
 
@@ -79,7 +82,7 @@ class PlainDevice:
     def begin(self, flat: Tensor, tensors: Iterable[Tensor], factor: float = 1.0) -> Transfer:
         """See :meth:`Device.begin`; the products are fp32."""
         pack(flat, tensors if factor == 1.0 else (each.float() * factor for each in tensors))
-        return _Arrived()
+        return ARRIVED
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns the tensors themselves."""

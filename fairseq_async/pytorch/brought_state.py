@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -37,13 +38,18 @@ def check_brought(spec: MethodSpec, optimizers: Sequence[Optimizer]) -> None:
     """Checks, before a worker joins, that the run's server can be given what its optimizers bring.
 
     Raises:
-        ConfigurationError: one has stepped, and the server is in shards.
+        ConfigurationError: one has stepped, and the server is in shards, or its moments are DTensors.
     """
     stepped = next((each for each in optimizers if has_stepped(each)), None)
     if stepped is not None and spec.server.shards > 1:
         raise ConfigurationError(
             f"{type(stepped).__name__} has stepped before this run, and a server in shards cannot be given its "
             "moments: leave the shards out, or make the optimizer anew"
+        )
+    if stepped is not None and any(isinstance(each, DTensor) for each in stepped.state):
+        raise ConfigurationError(
+            f"{type(stepped).__name__} has stepped before this run, and each rank has a part of its moments: make the "
+            "optimizer anew, or go on from the state of a run (load_state_dict)"
         )
 
 

@@ -25,6 +25,7 @@ from fairseq_async.pytorch.brought_state import (
     checksum_of_moments,
     warn_of_missing_moments,
 )
+from fairseq_async.pytorch.fsdp import divided_replica
 from fairseq_async.pytorch.micro_batches import BackwardPasses
 from fairseq_async.pytorch.options import parse_options
 from fairseq_async.pytorch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
@@ -165,7 +166,10 @@ class HybridAsync(AsyncTraining):
         return brought_state(spec, self._named, self.optimizers, gradient_main.build)
 
     def _make_worker(self, client: ServerConnection) -> HybridWorker:
-        self._hybrid = HybridWorker(client, self._named, is_writer=self._context.rank == 0)
+        is_writer = self._context.rank == 0
+        self._hybrid = HybridWorker(
+            client, self._named, is_writer=is_writer, divided=divided_replica(self._model, self._named)
+        )
         if self._restored is None:
             self._hybrid.details.moments = checksum_of_moments(self._named, self.optimizers)
         return self._hybrid

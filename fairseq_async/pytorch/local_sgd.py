@@ -12,6 +12,7 @@ from fairseq_async.method.global_server import local_sgd_server
 from fairseq_async.method.option_checks import check_ranks
 from fairseq_async.method.spec import MethodSpec, local_sgd_spec
 from fairseq_async.options.config import LocalSGDOptions
+from fairseq_async.pytorch.fsdp import divided_replica
 from fairseq_async.pytorch.options import parse_options
 from fairseq_async.pytorch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
 from fairseq_async.pytorch.schedules import Given, OwnRates, ProgressSchedule, one_for_each
@@ -99,8 +100,9 @@ class AsyncLocalSGD(AsyncTraining):
 
     def _make_worker(self, client: ServerConnection) -> LocalSGDWorker:
         is_writer = self._context.rank == 0
-        replica = with_buffers(TensorReplica(self._named, is_writer), self._model, self.options, is_writer)
-        self._local = local_sgd_worker(client, replica, self.options)
+        replica = divided_replica(self._model, self._named) or TensorReplica(self._named, is_writer)
+        whole = with_buffers(replica, self._model, self.options, is_writer)
+        self._local = local_sgd_worker(client, whole, self.options)
         return self._local
 
     def _add_hooks(self) -> list[RemovableHandle]:

@@ -6,6 +6,7 @@ from itertools import chain, pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _NormBase
@@ -15,26 +16,30 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.optim import Optimizer
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.pytorch.fsdp import check_divided, norm_of_parts, reshard
 from fairseq_async.server.optimizers.torch_optimizer import check_of_model
 from fairseq_async.worker.async_worker import AsyncWorker
 
 _NORMALISATIONS = (_NormBase, _SpectralNorm)
 _HALF = (torch.bfloat16, torch.float16)
+_OF_RANKS = (DistributedDataParallel, FSDPModule)
 _COMPILED = "_orig_mod."  # before each name in a model that torch.compile has wrapped
 
 
 def exchanged_parameters(
-    model: nn.Module, optimizers: Sequence[Optimizer], types: Collection[torch.dtype]
+    model: nn.Module, optimizers: Sequence[Optimizer], types: Collection[torch.dtype], ranks: int
 ) -> list[tuple[str, Parameter]]:
     """Returns the model's trainable parameters that the optimizers step, with their names, in the model's order.
 
     Args:
         types: those that a parameter may have.
+        ranks: of this worker.
 
     Raises:
         ConfigurationError: the optimizers have others, or one parameter twice, or the model cannot be exchanged.
     """
-    check_memory(model)
+    reshard(model)
+    check_memory(model, may_be_divided=True)
     stepped = set[int]()
     for optimizer in optimizers:
         of_one = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
@@ -47,6 +52,7 @@ def exchanged_parameters(
         check_of_model(optimizer, named)
     if not named:
         raise ConfigurationError("the optimizer has no parameter of the model that is trained")
+    check_divided(named, ranks)
     for name, parameter in named:
         if parameter.dtype not in types:
             kind = str(parameter.dtype).removeprefix("torch.")
@@ -54,18 +60,20 @@ def exchanged_parameters(
     return named
 
 
-def check_memory(model: nn.Module) -> None:
+def check_memory(model: nn.Module, may_be_divided: bool = False) -> None:
     """Checks that each parameter has elements of its own, in memory that can be exchanged.
+
+    Args:
+        may_be_divided: whether each rank may have a part of a parameter, as with FSDP2.
 
     Raises:
         ConfigurationError: a parameter is lazy, on ``meta``, sparse or complex, or shares its storage with another.
     """
     ranges: list[tuple[int, int, str]] = []
     for name, each in model.named_parameters():
-        if isinstance(each, DTensor):
+        if isinstance(each, DTensor) and not may_be_divided:
             raise ConfigurationError(
-                f"{name} is a DTensor, of which each rank has a part: use DistributedDataParallel, or DeepSpeed's ZeRO "
-                "with local_sgd"
+                f'{name} is a DTensor, of which each rank has a part: divide the model by "zero_optimization" instead'
             )
         if is_lazy(each):
             raise ConfigurationError(f"{name} is lazy and has no shape yet: compute one batch with the model before")
@@ -75,7 +83,7 @@ def check_memory(model: nn.Module) -> None:
             raise ConfigurationError(f"{name} is a sparse tensor: make it dense, by to_dense()")
         if each.is_complex() and each.requires_grad:
             raise ConfigurationError(f"{name} is complex: keep its real and imaginary parts, by torch.view_as_real()")
-        if each.numel() and each.requires_grad:
+        if each.numel() and each.requires_grad and not isinstance(each, DTensor):
             last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
             ranges.append((each.data_ptr(), each.data_ptr() + (last + 1) * each.element_size(), name))
     for (_, end, name), (start, _, other) in pairwise(sorted(ranges)):
@@ -111,15 +119,16 @@ def check_ranks(model: nn.Module, ranks: int, alone: bool) -> None:
     """
     models = model if isinstance(model, nn.ModuleList) else [model]
     for each in models:
-        if isinstance(each, DistributedDataParallel) and ranks == 1 and not alone:
+        if isinstance(each, _OF_RANKS) and ranks == 1 and not alone:
+            kind = "fully_shard" if isinstance(each, FSDPModule) else "DistributedDataParallel"
             raise ConfigurationError(
-                "the model is in DistributedDataParallel, whose ranks wait for each other: unwrap it; or make several "
+                f"the model is in {kind}, whose ranks wait for each other: unwrap it; or make several "
                 "ranks one worker, by fairseq_async.torch.enter_island(SIZE) before init_process_group"
             )
-        if ranks > 1 and not isinstance(each, DistributedDataParallel):
+        if ranks > 1 and not isinstance(each, _OF_RANKS):
             raise ConfigurationError(
                 f"this worker has {ranks} ranks, and the model is a {type(each).__name__}: put it into "
-                "DistributedDataParallel, which gives all ranks the mean of their gradients"
+                "DistributedDataParallel or fully_shard, which give all ranks the mean of their gradients"
             )
 
 
@@ -179,14 +188,15 @@ def note_untrained(worker: AsyncWorker, model: nn.Module, exchanged: Collection[
 
     They are of the parameters that are not exchanged, such as frozen layers, with the scales of bitsandbytes'
     quantised ones, and of the buffers that a model with such parameters saves: one that is
-    trained whole has buffers of its own. Left out are what ZeRO 3 has divided, and buffers that
+    trained whole has buffers of its own. Left out are what ZeRO 3 or FSDP2 has divided, and buffers that
     training changes: those of normalisations, single values such as counts, and all where the run goes on.
 
     Args:
         exchanged: the ``id`` of each parameter that is exchanged.
         restored: whether this worker brings the state of an earlier run.
     """
-    frozen = [each for each in model.parameters() if id(each) not in exchanged and not hasattr(each, "ds_id")]
+    whole = (each for each in model.parameters() if not (hasattr(each, "ds_id") or isinstance(each, DTensor)))
+    frozen = [each for each in whole if id(each) not in exchanged]
     worker.details.untrained = f"{crc_of(chain(frozen, _scales(model, exchanged))):08x}" if frozen else ""
     own = {segment.name for segment in worker.replica.layout.segments if segment.is_buffer}
     buffers = [] if restored or not frozen else [buffer for name, buffer in _fixed_buffers(model) if name not in own]
@@ -240,7 +250,10 @@ def drop_gradients(named: list[tuple[str, Parameter]]) -> None:
 
 
 def l2_norm(gradients: list[Tensor]) -> float:
-    """Returns the L2 norm of all gradients together, in fp32; not finite if a gradient has NaN or Inf."""
+    """Returns the L2 norm of all gradients together, in fp32; not finite if a gradient has NaN or Inf. Of DTensors, all
+    ranks of the worker must ask together."""
+    if gradients and isinstance(gradients[0], DTensor):
+        return norm_of_parts(gradients)
     if all(gradient.dtype not in _HALF for gradient in gradients):
         return float(torch.nn.utils.get_total_norm(gradients))
     return float(torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]).norm())

@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.pytorch.fsdp import held
 from fairseq_async.worker.changes import OtherModels, ParameterWatch
 from fairseq_async.worker.start.process import errors_in_one_line
 from fairseq_async.worker.start.server_process import say
@@ -102,7 +103,7 @@ class UnseenTraining:
     never stepped, as in a script that moves them by hand. It looks at the second, fourth, eighth… gradient."""
 
     def __init__(self, named: Sequence[tuple[str, Parameter]], own: OtherOptimizers) -> None:
-        self._watch, self._own = ParameterWatch(named), own
+        self._watch, self._own = ParameterWatch(held(named)), own
         self._first: int | None = None
         self._gradients = self._changes = 0
 

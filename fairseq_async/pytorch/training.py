@@ -82,7 +82,7 @@ class AsyncTraining(ABC):
         self._model = unwrapped(given)
         check_optimizers(self.optimizers)
         self._server_options, self._run_dir = server, Path(server.run_dir)
-        self._named = exchanged_parameters(self._model, self.optimizers, self.types)
+        self._named = exchanged_parameters(self._model, self.optimizers, self.types, self._context.island_size)
         self._exchanged = {id(parameter) for _, parameter in self._named}
         self.loss: float | Tensor | None = None
         self.of_trainer, self.by_script, self.total_steps = False, False, 0
@@ -357,7 +357,7 @@ def enter_island(size: int | None = None) -> None:
     """Makes this process one of the ``size`` ranks of a worker, and these ranks ``torch.distributed``'s whole world.
 
     Call it before ``init_process_group``, in each process that torchrun has started on one machine or on several, and
-    put the model into ``DistributedDataParallel`` then. The ranks of a worker have neighbouring numbers.
+    put the model into ``DistributedDataParallel`` or ``fully_shard`` then. A worker's ranks have neighbouring numbers.
 
     Example::
 

@@ -12,12 +12,13 @@ from torch.nn import Parameter
 from fairseq_async.algorithms.missing import missing_of
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.exchange.devices import Transfer
+from fairseq_async.exchange.devices import ARRIVED, Transfer
 from fairseq_async.method.spec import JsonObject, MethodSpec
 from fairseq_async.protocol import Assignment, Push, Report, Welcome
 from fairseq_async.protocol.receipt import Status
 from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.connection.server_connection import ServerConnection
+from fairseq_async.worker.divided import DividedReplica
 from fairseq_async.worker.replica import TensorReplica, between
 
 MOST_REFUSED = 10  # gradients in a row, before a worker stops
@@ -34,6 +35,7 @@ class HybridWorker(AsyncWorker):
             Otherwise the server leaves a parameter alone that no gradient of a step has.
         is_writer: whether this rank writes the gradients into the slot; of an island's ranks, which have the same ones,
             one does.
+        divided: the parameters and their gradients, where each rank of an island holds and writes a part of them.
 
     Attributes:
         shard: this worker's part of the training set, of which it has drawn ``offset`` batches.
@@ -47,9 +49,11 @@ class HybridWorker(AsyncWorker):
         named: Sequence[tuple[str, Parameter]],
         zeros: bool = False,
         is_writer: bool = True,
+        divided: DividedReplica | None = None,
     ) -> None:
-        super().__init__(client, TensorReplica(named, is_writer), MOST_REFUSED)
-        self._zeros, self._is_writer = zeros, is_writer
+        super().__init__(client, divided or TensorReplica(named, is_writer), MOST_REFUSED)
+        self._divided = divided
+        self._zeros, self._is_writer = zeros, is_writer or divided is not None
         self._parameters = [parameter for _, parameter in named]
         self._begun: tuple[int, Transfer] | None = None  # the slot's address, and the gradients on their way there
         self.learning_rate = self._steps = 0.0
@@ -103,7 +107,7 @@ class HybridWorker(AsyncWorker):
         A GPU copies while this process measures the gradients. On the CPU this does nothing: copying would take this
         process's own time.
         """
-        if self.replica.device.asynchronous and self._is_writer:
+        if self.replica.device.asynchronous and self._is_writer:  # of parts, this process writes and waits
             self.pin_exchanged()
             self.client.prepare(partial(self._begin, factor))
 
@@ -210,6 +214,10 @@ class HybridWorker(AsyncWorker):
                 parameter.grad = torch.mul(parameter.grad, factor, out=room)
 
     def _begin(self, factor: float, slot: Tensor) -> None:
+        if self._divided is not None:
+            self._divided.write_gradients(slot, factor)
+            self._begun = slot.data_ptr(), ARRIVED
+            return
         gradients = map(gradient, self._parameters)
         self._begun = slot.data_ptr(), between(self.replica.device, slot).begin(slot, gradients, factor)
 

@@ -12,7 +12,6 @@ from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Welcome
 from fairseq_async.worker.async_worker import MOST_LEFT_OUT, AsyncWorker, Refusals
 from fairseq_async.worker.changes import ParameterWatch
-from fairseq_async.worker.replica import TensorReplica
 from fairseq_async.worker.server_state import state_file
 from fairseq_async.worker.start.context import WorkerContext
 
@@ -97,8 +96,9 @@ class WorkerLoop:
             return
         own, servers, replica = self._own, self.state["server"]["parameters"], self.worker.replica
         if changed is not None:
-            now, parameters = own.clone(), TensorReplica(replica.named)  # a forward pass may change buffers
-            parameters.read(now[: parameters.layout.size])
+            now, size = own.clone(), replica.layout.without_buffers.size
+            replica.read(now)
+            now[size:] = own[size:]  # a forward pass may change buffers
             own = torch.where(now == servers, own, now)
         replica.write(own)
         self._own = self.state = None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.deepspeed_plugin import server
-from fairseq_async.deepspeed_plugin.compat import count_step, is_raised_by_optimizer
+from fairseq_async.deepspeed_plugin.compat import count_step, is_raised_by_optimizer, manages_accumulation
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
 from fairseq_async.deepspeed_plugin.engines.tensors import trainable
@@ -184,7 +184,7 @@ class HybridEngine(AsyncEngine):
             self._share, self._first, self._passes = self.async_worker.micro_batches, self.micro_steps, 0
 
     def _ends_by_script(self) -> bool:
-        return self._is_gradient_accumulation_boundary is not None or not self.managed_gradient_accumulation()
+        return self._is_gradient_accumulation_boundary is not None or not manages_accumulation(self)
 
     def _check_share(self) -> None:
         """Checks that a script that says itself where a gradient ends, as accelerate does, knows the share.
