@@ -59,6 +59,7 @@ class Accumulation:
             )
         self._trainer, self._worker = trainer, worker
         self._further = 0  # epochs that this worker is ahead of the run's mean, as it goes on
+        self._left = 0  # micro-batches until the loop ends a step by itself, where it takes an epoch to end
         self._steps = AccumulationSteps(trainer.args.gradient_accumulation_steps)
         trainer.args.gradient_accumulation_steps = self._steps
         run_epoch = partial(self._run_epoch, trainer._run_epoch)
@@ -66,7 +67,9 @@ class Accumulation:
 
     def draw(self, draw: Callable[..., tuple[list[Any], Any]], batches: Iterator[Any], device: torch.device) -> Any:
         """Returns what the Trainer's ``get_batch_samples`` does for the micro-batches of the worker's next gradient."""
-        drawn, tokens = draw(batches, self._worker.micro_batches, device)
+        number = self._worker.micro_batches
+        drawn, tokens = draw(batches, min(number, self._left) if self._left > 0 else number, device)
+        self._left -= len(drawn)
         if drawn:
             self._worker.micro_batches = len(drawn)
             self._steps.begin_step(len(drawn))
@@ -79,6 +82,9 @@ class Accumulation:
         if goes_on and given["epoch"] == given["epochs_trained"] and not self._trainer.args.ignore_data_skip:
             passes, given["steps_trained_in_current_epoch"] = divmod(self._worker.drawn or 0, batches)
             self._further = passes - given["epochs_trained"]
+            self._left = batches - given["steps_trained_in_current_epoch"]
+        else:
+            self._left = batches
         given["epoch"] += self._further
         given["epochs_trained"] += self._further
         run_epoch(**given | {"num_update_steps_per_epoch": batches})  # more than there are: nothing is left then

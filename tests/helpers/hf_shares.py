@@ -22,19 +22,20 @@ from fairseq_async.exchange.ports import free_port  # noqa: E402
 from fairseq_async.pytorch.hf_trainer import AsyncCallback  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from tests.helpers.commands import HELPERS  # noqa: E402
-from tests.helpers.sines import BATCH, RATE, SAVED_AT, Net, NetOfTokens, Sines  # noqa: E402
+from tests.helpers.sines import BATCH, RATE, SAVED_AT, EndlessSines, Net, NetOfTokens, Sines  # noqa: E402
 
 AVERAGE, STEPS = 4, 6
 
 
 class Case(NamedTuple):
-    """A run: the shares that its server gives, its options, whether its loss is a mean of tokens, and what it goes on
-    from."""
+    """A run: the shares that its server gives, its options, whether its loss is a mean of tokens, whether its data have
+    no length, and what it goes on from."""
 
     deepspeed: bool = False
     given: str = "6,2"
     options: dict[str, Any] = {"barrier": True, "shares": "auto"}
     by_tokens: bool = False
+    endless: bool = False
     goes_on: str = ""
 
 
@@ -42,6 +43,7 @@ CASES = {
     "whole": Case(),
     "resumed": Case(goes_on="whole"),
     "tokens": Case(by_tokens=True),
+    "endless": Case(endless=True),
     "equal shares": Case(given="4,4"),
     "equal": Case(options={"barrier": True, "shares": "equal"}),
     "by default": Case(options={}),
@@ -94,7 +96,7 @@ def train(name: str, out: Path, worker: int) -> None:
         disable_tqdm=True,
         **given,
     )
-    trainer = Trainer(net, arguments, train_dataset=Sines(), **own)
+    trainer = Trainer(net, arguments, train_dataset=EndlessSines() if case.endless else Sines(), **own)
     trainer.train(resume_from_checkpoint=before)
     assert type(trainer.args.gradient_accumulation_steps) is int
     left = {"samples": net.samples, "losses": net.losses, "log": trainer.state.log_history}

@@ -1,10 +1,12 @@
 """Samples by number, and models that note of which samples their steps were."""
 
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 SAMPLES, UNUSED = 48, -100
 BATCH, SAVED_AT, RATE = 2, 3, 0.05
@@ -23,6 +25,14 @@ class Sines(Dataset[dict[str, Tensor]]):
         labels = self.inputs[index].sum(1).mul(2).round().long()
         labels[: index % 3] = UNUSED
         return {"number": torch.tensor(index), "inputs": self.inputs[index], "labels": labels}
+
+
+class EndlessSines(IterableDataset[dict[str, Tensor]]):
+    """The same samples again and again."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        data = Sines()
+        return (data[number % SAMPLES] for number in count())
 
 
 class Net(nn.Sequential):

@@ -69,6 +69,16 @@ def test_the_loss_in_the_log_is_that_of_the_steps_own_micro_batches(out: Path, n
     assert logged == pytest.approx([mean(step) for step in ended["losses"][:-1]], abs=1e-4)
 
 
+def test_data_without_a_length_have_no_step_that_ends_early(out: Path) -> None:
+    """But for the one where the Trainer takes its epoch to end, after as many batches as the run has steps of four."""
+    ended = left(out, "endless")
+    numbers = [[len(step) // BATCH for step in each["samples"][:-1]] for each in ended]
+    assert numbers == [[4, 6, 6, 6, 2, 6], [4, 2, 2, 2, 2, 2]]
+    for each in ended:
+        expected = synchronous(ended, by_tokens=False)
+        torch.testing.assert_close(each["parameters"].double(), expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["whole", "deepspeed"])
 def test_a_run_that_goes_on_draws_what_it_would_have_drawn(out: Path, name: str) -> None:
     """Each worker in its own epoch: the first has had all of its data after three steps, the second two thirds."""
