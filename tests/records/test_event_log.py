@@ -8,6 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.protocol import Report
 from fairseq_async.protocol.receipt import Receipt, Status
 from fairseq_async.records.event_log import BAD, EVENTS, ROLLBACKS, ROLLED_BACK, EventLog
@@ -169,6 +170,38 @@ def test_a_reader_that_nobody_has_any_more_has_no_file_open(tmp_path: Path) -> N
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_reader_gives_each_line_once_and_knows_whether_the_last_is_whole(tmp_path: Path) -> None:
+    """Also of a file that is cut short and goes on, or is replaced twice: it has one file open, the present one."""
+    path, skipped = tmp_path / EVENTS, list[str]()
+    reader = LineReader(path, Event.from_json, skipped.append)
+    event = b'{"time": 1, "worker": 0, "sequence": %d, "base_version": 0, "staleness": 0, "weight": 1, '
+    event += b'"version_after": 1, "status": "applied"}\n'
+    before = len(os.listdir("/proc/self/fd"))
+
+    def look() -> tuple[list[int], int, int, bool]:
+        return [each.sequence for each in reader], reader.number, reader.replaced, reader.cut
+
+    assert look() == ([], 0, 0, False), "there is no file"
+    path.write_bytes(event % 1 + b"no event\n\0\0" + (event % 2) + (event % 3)[:20])
+    assert look() == ([1, 2], 3, 0, True) and len(skipped) == 1 and f"{path}, line 2: " in skipped[0]
+    assert look() == ([], 3, 0, True)
+    append(path, (event % 3)[20:])
+    assert look() == ([3], 4, 0, False) and look() == ([], 4, 0, False)
+    with path.open("r+b") as file:
+        file.truncate(len(event % 1))
+    assert look() == ([1], 1, 1, False)
+    for number in (7, 8):
+        (tmp_path / "new").write_bytes(event % number)
+        (tmp_path / "new").replace(path)
+        assert look() == ([number], 1, number - 5, False)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    append(path, b"none\n" + event % 9)
+    reader.skip_to_end()
+    assert look() == ([], 3, 3, False) and len(skipped) == 1
+    with pytest.raises(ConfigurationError, match=f"{path}, line 2: not a line of fairseq-async"):
+        read_events(path)
+
+
 GARBAGE = [b"\0\0\0\n", b"{}\n", b'{"worker": 0, "sequence": "a"}\n', b"\xff\xfe\n", b"[" * 3000 + b"\n", b"7\n"]
 
 
@@ -239,3 +272,4 @@ def test_a_vector_is_recorded_without_the_rest_of_its_storage(tmp_path: Path) ->
 def test_what_a_worker_waited_is_its_exchange_also_where_that_is_nothing(waited: float | None, seconds: float) -> None:
     event = Event(0.0, 0, 0, 0, 0, 1.0, 1, Status.APPLIED, push_seconds=1.0, pull_seconds=2.0, waiting_seconds=waited)
     assert event.exchange_seconds == seconds
+    assert Event(0.0, 0, 0, 0, 0, 1.0, 1, Status.APPLIED).exchange_seconds == 0.0
