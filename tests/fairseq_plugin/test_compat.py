@@ -8,7 +8,9 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 from fairseq.data.token_block_dataset import TokenBlockDataset
+from fairseq.dataclass.configs import DistributedTrainingConfig
 from fairseq.optim import FP16Optimizer, build_optimizer
+from torch import distributed, nn
 
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin.compat.batches import batches_of_first_epoch, real_batches
@@ -21,6 +23,7 @@ from fairseq_async.fairseq_plugin.compat.checkpoints import (
 from fairseq_async.fairseq_plugin.compat.numpy_names import restore_names
 from fairseq_async.fairseq_plugin.compat.optimizers import betas_as_strings
 from fairseq_async.fairseq_plugin.compat.precision import finite_norm, forget_factor, loss_scale_errors
+from fairseq_async.fairseq_plugin.compat.shutdown import ddp_on_cpu
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from tests.helpers.fairseq_trainers import configuration
 
@@ -124,3 +127,16 @@ def test_a_language_model_can_have_a_sentence_in_each_sample() -> None:
     sentences = [torch.ones(length, dtype=torch.long) for length in (2, 3)]
     blocks = TokenBlockDataset(sentences, np.array([2, 3]), 8, pad=0, eos=2, break_mode="eos")
     assert [len(each) for each in blocks] == [2, 3]
+
+
+@pytest.mark.parametrize(("hook", "gradient"), [("none", 1 + 2**-20), ("fp16", 1.0)])
+def test_on_a_cpu_too_ranks_may_reduce_their_gradients_in_fp16(hook: str, gradient: float) -> None:
+    config = DistributedTrainingConfig(ddp_comm_hook=hook)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(1, 1, bias=False)
+        wrapped = ddp_on_cpu(config, model, distributed.group.WORLD)
+        wrapped(torch.full((1, 1), 1 + 2**-20)).sum().backward()
+    finally:
+        distributed.destroy_process_group()
+    assert model.weight.grad is not None and model.weight.grad.item() == gradient

@@ -10,6 +10,7 @@ import time
 import torch.distributed as dist
 from fairseq.data.iterators import BackgroundConsumer
 from fairseq.distributed import ModuleProxyWrapper
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,7 +42,10 @@ def ddp_on_cpu(cfg: FairseqConfig, model: Module, group: dist.ProcessGroup) -> M
     """Wraps a model as fairseq's ``--ddp-backend pytorch_ddp`` does, which itself wants a GPU for it."""
     names = ("broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view")
     given = {name: getattr(cfg, name) for name in names}
-    return ModuleProxyWrapper(DistributedDataParallel(model, process_group=group, **given))
+    wrapped = DistributedDataParallel(model, process_group=group, **given)
+    if cfg.ddp_comm_hook == "fp16":
+        wrapped.register_comm_hook(group, fp16_compress_hook)
+    return ModuleProxyWrapper(wrapped)
 
 
 def leave_process_group() -> None:
