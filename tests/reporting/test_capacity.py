@@ -181,6 +181,31 @@ def test_the_tables_have_a_row_for_each_model_and_link_and_number_of_workers(tmp
     assert text.count("Gbit/s") == 4 + 4 and "20,000" in text and "10,000" in text and "4 shards" in text
 
 
+def test_the_table_of_what_was_measured_has_each_workers_micro_batches_and_ranks(tmp_path: Path) -> None:
+    """Of workers 0 and 3; the first has ended with six micro-batches and two ranks."""
+    run = write_timed_run(tmp_path / "run", workers=2, step=0.9, exchange=0.1, server=0.05)
+    lines = [json.loads(line) for line in (run / "events.jsonl").open()]
+    plain = measure(run)
+    assert (plain.numbers, plain.micro_batches, plain.ranks, plain.server_spread) == ((0, 1), (), (), 0.0)
+    for line in lines:
+        own = {"micro_batches": 4 + line["sequence"] // 10 * 2, "ranks": 2}
+        line |= {"worker": 3} if line["worker"] else own
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = measure(run)
+    assert (found.numbers, found.micro_batches, found.ranks, found.workers) == ((0, 3), (6, None), (2, 1), 2)
+    table, *others = answer(run, read_question("", "", "1,2", False, ""))
+    assert table.caption == "micro-batches of each worker's last gradient: 6, None; its ranks: 2, 1"
+    assert [list(column.cells) for column in table.columns] == [
+        [each] for each in ("1,000", "0.9000", "0.1000", "0.0500", "2", "2.00", "2.00")
+    ]
+    held, speedup = others
+    assert [list(column.cells) for column in held.columns] == [["1,000"], ["as measured"], ["20"], ["39"]]
+    assert [column.header for column in speedup.columns] == ["workers", "as measured, 1 shard", "as measured, 2 shards"]
+    workers = ["1", "2", "4", "8", "16", "32", "64", "128", "256", "512", "1,024", "2,048", "4,096", "10,000"]
+    assert list(speedup.columns[0].cells) == workers
+    assert list(speedup.columns[1].cells)[:6] == ["1.0", "2.0", "4.0", "8.0", "16.0", "20.0"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
