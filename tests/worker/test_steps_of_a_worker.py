@@ -1,5 +1,6 @@
 """What a worker says and takes with each step, without a server: whole messages, and what is left behind each."""
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -193,3 +194,85 @@ def test_a_model_has_the_servers_parameters_for_a_while_and_then_its_own_and_wha
     assert loop.changed() == "w"
     loop.give_back(changed="w")
     assert weight.tolist() == [10.0, 0.5, 30.0] and loop.changed() is None
+
+
+@pytest.mark.parametrize("is_writer", [True, False])
+def test_worker_0_brings_its_parameters_and_every_worker_begins_where_its_welcome_says(is_writer: bool) -> None:
+    """Of the ranks of an island, which share a slot, one writes."""
+    client: Any = Answering()
+    client.slot, client.initialise = torch.full((4,), 9.0), lambda *given: given
+    weight = torch.arange(4.0)
+    worker = AsyncWorker(client, TensorReplica([("w", weight)], is_writer), 3)
+    assert not (worker.joined or worker.finished) and worker.changed_parameter() is None
+    assert worker.bring_parameters("a file", from_checkpoint=True) == ("a file", True)
+    assert worker.bring_parameters(None) == (None, False)
+    assert client.slot.tolist() == ([0.0, 1.0, 2.0, 3.0] if is_writer else [9.0] * 4)
+    worker.begin(Welcome(True, "", True, 2, sequence=6, refused=2, finished=True))
+    assert (worker.joined, worker.finished, worker.sequence, worker.refusals.total) == (True, True, 6, 2)
+    assert (worker.version, weight.tolist(), client.pulls) == (5, [5.0] * 4, [(0.0, False)])
+    worker.start_again()
+    assert len(client.pulls) == 2 and worker.changed_parameter() is None
+    weight[3] = 7.0
+    assert worker.changed_parameter() == "w"
+    worker.replica = TensorReplica([("v", torch.zeros(4))])
+    assert worker.changed_parameter() is None, "nothing is known of the new tensors"
+    worker.note_parameters()
+    worker.replica.write(torch.ones(4))
+    assert worker.changed_parameter() == "v"
+
+
+def test_a_compressor_goes_with_a_checkpoint_and_back_where_there_is_one() -> None:
+    client: Any = Answering()
+    worker, restored = AsyncWorker(client, TensorReplica([("w", torch.zeros(4))]), 3), list[object]()
+    assert worker.compressor_state() is None
+    worker.restore_compressor({"sequence": 4})
+    client.compressor = SimpleNamespace(
+        state_dict=lambda: {"sequence": 4}, load_state_dict=lambda *given: restored.append(given)
+    )
+    worker.sequence = 4
+    worker.restore_compressor(None)
+    worker.restore_compressor(worker.compressor_state())
+    assert restored == [({"sequence": 4}, 4)]
+
+
+@pytest.mark.parametrize(("device", "gpu"), [("cpu", ""), ("cuda", "a gpu")])
+def test_a_worker_says_where_its_gpu_is_to_a_server_that_may_be_there(device: str, gpu: str) -> None:
+    client: Any = Answering()
+    replica: Any = TensorReplica([("w", torch.zeros(4))])
+    replica.device = SimpleNamespace(gpu="a gpu", asynchronous=False)
+    worker = AsyncWorker(client, replica, 3)
+    worker.join(sgd_spec(server_device=device))
+    assert worker.details.gpu == gpu
+
+
+def test_a_worker_that_waits_long_for_the_end_of_the_others_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fairseq_async.worker.async_worker._QUIET_SECONDS", 0.0)
+    client, said = Answering(), threading.Event()
+    monkeypatch.setattr("fairseq_async.worker.async_worker.say", lambda line: (print(line), said.set()))
+    client.wait_for_work = lambda for_end: said.wait(10)  # type: ignore[method-assign]
+    Sending(client, ends=False).await_end()
+    line = "worker 1 has taken its last step, and waits for the end of the others, to have the finished model\n"
+    assert capsys.readouterr().out == line
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("initialised", [True, False])
+def test_a_new_server_is_given_the_state_of_rank_0_and_one_that_has_its_own_is_given_nothing(
+    tmp_path: Path, rank: int, initialised: bool
+) -> None:
+    own, brought = Welcome(initialised, "", True, 2, sequence=1), Welcome(True, "", True, 2, sequence=2)
+    begun, given = list[Welcome](), list[tuple[bool, bool]]()
+
+    def bring(path: str | None, from_checkpoint: bool) -> Welcome:
+        given.append((path is not None and torch.load(path, weights_only=True) == {"version": 7}, from_checkpoint))
+        return brought
+
+    worker: Any = SimpleNamespace(join=lambda spec: own, begin=begun.append, bring_parameters=bring)
+    loop = WorkerLoop(worker, WorkerContext(rank=rank))
+    welcome = loop.join(sgd_spec(), lambda: {"version": 7}, tmp_path / "run")
+    assert begun == [welcome] == [own if initialised else brought]
+    assert given == ([] if initialised else [(rank == 0, False)])
+    loop.bring({"version": 7}, tmp_path / "run", from_checkpoint=True)
+    assert given[-1] == (rank == 0, True) and not list(tmp_path.glob("run/*"))
