@@ -21,7 +21,8 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import flags
 from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, AsynchronousTrainer
 from fairseq_async.fairseq_plugin.compat.checkpoints import of_another_optimizer
-from fairseq_async.fairseq_plugin.compat.optimizers import betas_as_strings
+from fairseq_async.fairseq_plugin.compat.muon import divide_for_muon
+from fairseq_async.fairseq_plugin.compat.optimizers import betas_as_strings, trainable_parameters
 from fairseq_async.fairseq_plugin.compat.precision import (
     finite_norm,
     forget_factor,
@@ -88,6 +89,7 @@ class LocalSGDTrainer(AsynchronousTrainer):
         arguments = self.session.arguments
         vars(arguments).update(betas_as_strings(arguments))
         arguments.optimizer = arguments.inner_optimizer  # fairseq builds the optimizer of this name
+        divide_for_muon(trainable_parameters(self._model, self._criterion))
         try:
             super()._build_optimizer()
         finally:

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from fairseq_async.algorithms.hybrid import pieces
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.fairseq_plugin.compat.muon import divide_for_muon
 from fairseq_async.fairseq_plugin.compat.optimizers import FusedAdam, component_config
 from fairseq_async.method.option_flags import check_inner_optimizer
 from fairseq_async.method.spec import JsonObject, MethodSpec
@@ -58,6 +59,7 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Schedul
         ConfigurationError: fairseq does not take the configuration.
     """
     views = [Parameter(view) for view in layout.views(parameters)]
+    divide_for_muon(zip([segment.name for segment in layout.segments], views, strict=True))
     inner, scheduler = _component(spec, "inner_optimizer"), _component(spec, "lr_scheduler")
     check_inner_optimizer(spec.method, str(inner["_name"]), OPTIMIZER_REGISTRY)
     _check_scheduler(str(scheduler["_name"]))

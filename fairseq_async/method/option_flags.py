@@ -62,6 +62,7 @@ INNER_OPTIMIZER = Option(
 # give, and the others need a CUDA device, while a server is on the CPU.
 _NOT_INNER = {"composite", "cpu_adam"}
 _NOT_IN_A_SERVER = {"lamb"}
+_OF_THE_PACKAGE = {"muon"}  # which the synchronous methods do not tell whose a parameter is
 _OF_ADASCALE = {"adam", "nag", "sgd"}  # AdaScale has a rule for these
 
 
@@ -76,9 +77,9 @@ def check_inner_optimizer(method: str, name: str, known: Collection[str]) -> Non
     """
     choices = set(known) - set(methods.METHODS) - _NOT_INNER
     if method not in methods.SYNCHRONOUS:
-        choices -= _NOT_IN_A_SERVER
-    elif method == "adascale":
-        choices &= _OF_ADASCALE
+        choices = (choices | _OF_THE_PACKAGE) - _NOT_IN_A_SERVER
+    else:
+        choices = choices & _OF_ADASCALE if method == "adascale" else choices - _OF_THE_PACKAGE
     if name not in choices:
         raise ConfigurationError(f"{INNER_OPTIMIZER.flag} {name}: {method} has {', '.join(sorted(choices))}")
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fairseq_async.algorithms import HybridAccumulation, Update
 from fairseq_async.algorithms.hybrid import partial_rate
+from fairseq_async.algorithms.muon import MuonAdamW
 
 STEPS, SIZE = 300, 20_000  # whole steps of 4 gradients; parameters
 
@@ -18,7 +19,8 @@ def test_a_whole_step_has_the_whole_rate_to_the_bit(make: type[torch.optim.Optim
 
 
 @pytest.mark.parametrize(
-    ("make", "rate"), [(torch.optim.RMSprop, 0.5), (torch.optim.Muon, 0.5), (torch.optim.Adagrad, 0.25)]
+    ("make", "rate"),
+    [(torch.optim.RMSprop, 0.5), (torch.optim.Muon, 0.5), (MuonAdamW, 0.5), (torch.optim.Adagrad, 0.25)],
 )
 def test_what_divides_by_a_running_mean_has_the_square_root(make: type[torch.optim.Optimizer], rate: float) -> None:
     assert partial_rate(make([torch.zeros(2, 2)], lr=0.1), 0.25) == rate  # type: ignore[call-arg]

@@ -17,9 +17,11 @@ from fairseq.optim.lr_scheduler import build_lr_scheduler
 import fairseq_async.fairseq_plugin  # noqa: F401
 from fairseq_async.algorithms import Update
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.fairseq_plugin.compat.muon import divide_for_muon
 from fairseq_async.fairseq_plugin.compat.optimizers import FusedAdam
 from fairseq_async.fairseq_plugin.flags import describe_hybrid
 from fairseq_async.fairseq_plugin.server import build
+from fairseq_async.method.option_flags import check_inner_optimizer
 from fairseq_async.method.spec import JsonObject, MethodSpec
 from fairseq_async.protocol import Layout
 from fairseq_async.server import resume
@@ -62,6 +64,7 @@ def check_equal_steps(
     flat = torch.randn(sum(torch.Size(s).numel() for s in SHAPES))
     layout = Layout.of([(f"t{i}", torch.zeros(s)) for i, s in enumerate(SHAPES)])
     theirs = [torch.nn.Parameter(view.clone()) for view in layout.views(flat)]
+    divide_for_muon((f"t{i}", each) for i, each in enumerate(theirs))
     optimizer = build_optimizer(cfg.optimizer, theirs)
     scheduler = build_lr_scheduler(cfg.lr_scheduler, optimizer)
     scheduler.step_update(0)
@@ -101,6 +104,7 @@ def check_equal_steps(
         ["adadelta"],
         ["adamax"],
         ["adafactor", "--scale-parameter"],
+        ["muon", "--muon-betas", "(0.8, 0.9)", "--muon-momentum", "0.8", "--weight-decay", "0.1"],
     ],
     ids=lambda inner: inner[0],
 )
@@ -108,6 +112,17 @@ def test_every_inner_optimizer_steps_in_the_server_as_in_fairseq(
     monkeypatch: pytest.MonkeyPatch, inner: list[str]
 ) -> None:
     check_equal_steps(monkeypatch, inner, ["--lr", "0.1", "--lr-scheduler", "fixed"])
+
+
+def test_muon_without_names_says_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of the flat fp32 copies of a worker in fp16, or of a plain run; the synchronous methods do not offer it."""
+    cfg = parse(monkeypatch, "--optimizer", "muon")
+    with pytest.raises(ConfigurationError, match="leave out --fp16 and --bf16 with local_sgd, and --optimizer muon"):
+        build_optimizer(cfg.optimizer, [torch.nn.Parameter(torch.zeros(2, 2))])
+    for method in ("adasum", "adascale"):
+        with pytest.raises(ConfigurationError, match=f"--inner-optimizer muon: {method} has "):
+            check_inner_optimizer(method, "muon", ["muon", "adam", "sgd"])
+    check_inner_optimizer("local_sgd", "muon", ["adam"])  # before fairseq has imported the plug-in
 
 
 @pytest.mark.parametrize(("flags", "kind"), [([], FusedAdam), (["--use-old-adam"], Adam)])

@@ -150,3 +150,29 @@ def test_the_servers_steps_by_two_workers_are_the_formulas_in_float64(workers: S
         double.step(tuple(torch.stack(own).mean(0) for own in zip(*each, strict=True)))
     ended = workers(2, gradient_main.build).run(lambda worker: train(make, worker, HybridAsync, barrier=True))
     assert torch.equal(*ended) and distance(ended[0], flat(double.model)) < FLOAT64
+
+
+@pytest.mark.parametrize("make", [both, one])
+def test_a_run_goes_on_from_an_ordinary_one_and_from_its_own_checkpoint_to_the_bit(workers: Start, make: Make) -> None:
+    """Momentum, both moments and AdamW's step count go to the server, and from one server to the next."""
+    before = 2
+
+    def go_on(worker: int, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        model = network()
+        optimizers = make(model)
+        first = 0 if state else before
+        for step in range(first):
+            take_step(model, optimizers, 0, step)
+        given = optimizers if len(optimizers) > 1 else optimizers[0]
+        training = HybridAsync(model, given, total_steps=STEPS - before)
+        training.load_state_dict(state)
+        with training:
+            step = before + round(training.progress)
+            while not training.finished and (state or step < 4):
+                take_step(model, optimizers, 0, step)
+                step += 1
+            return flat(model), copy.deepcopy(training.state_dict())
+
+    ((_, state),) = workers(1, gradient_main.build).run(lambda worker: go_on(worker, {}))
+    ((ended, _),) = workers(1, gradient_main.build).run(lambda worker: go_on(worker, state))
+    assert torch.equal(ended, plain(make))

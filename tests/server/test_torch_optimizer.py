@@ -165,7 +165,10 @@ class OwnSGD(SGD):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Rprop, "the optimizer is Rprop: the server steps with Adam, AdamW, SGD, .* of torch.optim; .*PLUGINS"),
+        (
+            Rprop,
+            "the optimizer is Rprop: the server steps with Adam, AdamW, SGD, .* of torch.optim and fairseq_async.torch; .*PLUGINS",
+        ),
         (OwnSGD, "the optimizer is OwnSGD: the server steps with"),
         (type("SGD", (OwnSGD,), {}), r"the optimizer is [\w.]*test_torch_optimizer\.SGD: the server steps with"),
         (partial(SGD, weight_decay=float("inf")), '"weight_decay" of the optimizer is inf: give a finite number'),

@@ -146,9 +146,9 @@ def describe(
         made = type(optimizer).__name__
         own = f"{type(optimizer).__module__}.{made}" if made in OPTIMIZERS else made  # as transformers' Adafactor
         raise ConfigurationError(
-            f"the optimizer is {own}: the server steps with {', '.join(OPTIMIZERS)} of "
-            f"torch.optim; give one of these, name the module of yours in {PLUGINS}, or use local SGD, which takes any "
-            "that needs no closure"
+            f"the optimizer is {own}: the server steps with {', '.join(OPTIMIZERS)} of torch.optim and "
+            f"fairseq_async.torch; give one of these, name the module of yours in {PLUGINS}, or use local SGD, which "
+            "takes any that needs no closure"
         )
     check_of_model(optimizer, named)
     numbers = {id(tensor): number for number, (_, tensor) in enumerate(named)}

@@ -1,0 +1,64 @@
+"""Runs of one worker with Muon that must end where fairseq ends with it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.commands import HELPERS, Processes, train_alone
+from tests.helpers.run_files import load, relative_differences
+
+COMMON = ["--user-dir", HELPERS / "muon_alone", "--lr", 0.01, "--dropout", 0, "--clip-norm", 0, "--max-update", 12]
+INNER = ["--inner-optimizer", "muon", *COMMON]
+JOBS: dict[str, list[object]] = {
+    "plain": ["--optimizer", "muon", *COMMON],
+    "adam": ["--optimizer", "adam", *COMMON],
+    "hybrid": ["--optimizer", "hybrid_async", "--updates-per-step", 1, *INNER],
+    "local": ["--optimizer", "local_sgd", "--outer", "sgd", "--outer-lr", 1.0, "--local-steps", 4, *INNER],
+    "fp16": ["--optimizer", "local_sgd", "--fp16", "--fp16-no-flatten-grads", *INNER],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[int, str]]]:
+    folder, processes = tmp_path_factory.mktemp("muon"), Processes()
+    try:
+        return folder, train_alone(processes, data, folder, JOBS, seconds=280)
+    finally:
+        processes.end()
+
+
+def saved(runs: tuple[Path, dict[str, tuple[int, str]]], name: str) -> Path:
+    code, log = runs[1][name]
+    assert code == 0, log[-2000:]
+    return runs[0] / name / "checkpoint_last.pt"
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("hybrid", 1e-6), ("local", 0.01)])
+def test_one_worker_with_muon_is_fairseq_with_muon(
+    runs: tuple[Path, dict[str, tuple[int, str]]], name: str, tolerance: float
+) -> None:
+    """After local steps, where the server has subtracted how far they went, within the rounding of bfloat16, in which
+    Muon iterates: 2^-8 of a number of one step. Adam is far off."""
+    found = relative_differences(saved(runs, "plain"), saved(runs, name))
+    of_adam = relative_differences(saved(runs, "plain"), saved(runs, "adam"))
+    for tensor, value in found.items():
+        if not tensor.endswith("k_proj.bias"):  # whose gradient is rounding noise
+            assert value <= tolerance, tensor
+    assert of_adam["encoder.layers.0.fc1.weight"] > 0.05
+
+
+def test_a_checkpoint_has_a_momentum_for_each_matrix_and_two_moments_for_all_else(
+    runs: tuple[Path, dict[str, tuple[int, str]]],
+) -> None:
+    state = load(saved(runs, "local"))["last_optimizer_state"]
+    muon, rest = ([state["state"][n] for n in group["params"]] for group in state["param_groups"])
+    assert all(each.keys() == {"momentum_buffer"} and each["momentum_buffer"].dim() == 2 for each in muon)
+    assert all({"exp_avg", "exp_avg_sq"} <= each.keys() for each in rest) and len(muon) > 5
+    assert any(torch.is_tensor(each["exp_avg"]) and each["exp_avg"].dim() == 2 for each in rest)  # embeddings
+
+
+def test_a_worker_in_fp16_is_one_line_of_error(runs: tuple[Path, dict[str, tuple[int, str]]]) -> None:
+    code, log = runs[1]["fp16"]
+    (line,) = [line for line in log.splitlines() if "error: " in line]
+    assert code == 2 and "leave out --fp16" in line and "Traceback" not in log
