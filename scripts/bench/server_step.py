@@ -6,6 +6,7 @@ reads and writes 8 bytes a parameter in fp32. Copies and updates alternate in th
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.algorithms import Update  # noqa: E402
+from fairseq_async.algorithms import Rule, Update  # noqa: E402
 from fairseq_async.algorithms.threads import copy_in_threads, set_threads  # noqa: E402
 from fairseq_async.exchange import SharedMemory, copy  # noqa: E402
 from fairseq_async.method.methods import outer_rule  # noqa: E402
@@ -32,21 +33,27 @@ from scripts.bench.report import Report  # noqa: E402
 
 TENSORS = 24
 NORM, PUBLICATION = 4, 8  # bytes a parameter: read; read and write
-PASSES = {  # bytes a parameter of the rule, and how many times the bytes' time an update may take
+PASSES: dict[
+    str, tuple[int, float | None]
+] = {  # bytes a parameter of the rule, and how many times the bytes' time an update may take
     # the gradient's copy 8; the step reads gradient, parameter and two moments, and writes the last three: 28
     "Adam": (8 + 28, 1.15),
     "AdamW": (8 + 28, 1.15),
     "SGD": (8 + 12, 1.15),
     "outer sgd": (12, 1.3),  # reads update and parameter, writes the parameter
+    # the step reads gradient, parameter and one momentum, and writes the last two; its time is that of the
+    # Newton-Schulz iterations, 30 operations a parameter for each row of a square matrix, which have no bound here
+    "MuonAdamW": (8 + 20, None),
 }
+GRADIENT_RULES = ("Adam", "AdamW", "SGD", "MuonAdamW")
 
 
-def pushing(name: str, layout: Layout, memory: SharedMemory) -> Callable[[], None]:
-    """Return a function that lets a server of this optimizer or outer rule take one update, and publish."""
+def pushing(name: str, layout: Layout, memory: SharedMemory) -> tuple[Callable[[], None], Rule]:
+    """Return a function that lets a server with this rule or optimizer take one update and publish; and the rule."""
     parameters = torch.zeros(layout.size)
-    if name in ("Adam", "AdamW", "SGD"):
+    if name in GRADIENT_RULES:
         groups = [ParameterGroup(list(range(TENSORS)), {"lr": 1e-3})]
-        framework = OptimizerSpec(name, groups, fused=True).to_json()
+        framework = OptimizerSpec(name, groups, fused=name != "MuonAdamW").to_json()
         spec = hybrid_spec(HybridOptions(updates_per_step=1), 1, ServerOptions(), framework, 0)
         rule, _ = gradient_main.build(spec, layout, parameters)
     else:
@@ -59,7 +66,15 @@ def pushing(name: str, layout: Layout, memory: SharedMemory) -> Callable[[], Non
         server.push(Update(0, server.sequences.get(0, -1) + 1, server.version, 1.0, memory.slot(0)))
         memory.publish(server.parameters, server.version)
 
-    return push
+    return push, rule
+
+
+def state_size(state: object) -> int:
+    """Return the bytes of all tensors in a rule's state."""
+    if isinstance(state, torch.Tensor):
+        return state.numel() * state.element_size()
+    inner = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return sum(map(state_size, inner))
 
 
 def milliseconds(function: Callable[[], None]) -> float:
@@ -74,27 +89,31 @@ def measure(name: str, layout: Layout, rounds: int, cores: int) -> dict[str, Any
     memory = SharedMemory.create(layout.size, 1)
     try:
         memory.slot(0).normal_(std=1e-3)
-        push, target = pushing(name, layout, memory), torch.empty(layout.size)
+        (push, rule), target = pushing(name, layout, memory), torch.empty(layout.size)
         times = []
         for number in range(rounds + 3):  # the first ones make the state
             set_threads(1)
             copied = milliseconds(lambda: copy(target, memory.slot(0)))
+            begun = time.process_time()
             pushed = milliseconds(push)
+            busy = 1000 * (time.process_time() - begun)
             set_threads(cores)
             together = milliseconds(lambda: copy_in_threads(target, memory.slot(0), copy))
-            times += [(copied, pushed, together, milliseconds(push))] * (number >= 3)
+            times += [(copied, pushed, busy, together, milliseconds(push))] * (number >= 3)
     finally:
         set_threads(1)
         memory.close()
-    copied, pushed, together, shared = (median(column) for column in zip(*times, strict=True))
+    copied, pushed, busy, together, shared = (median(column) for column in zip(*times, strict=True))
     moved = NORM + PASSES[name][0] + PUBLICATION
     needed = moved / 8 * copied
     return {
         "server": name,
         "bytes a parameter": moved,
+        "bytes of state a parameter": round(state_size(rule.state_dict()) / layout.size, 1),
         "copy ms": copied,
         "bytes ms": needed,
         "update ms": pushed,
+        "of the core, ms": busy,
         "of the bytes": pushed / needed,
         f"{cores} cores, of one": pushed / shared,
         "of a copy": copied / together,
@@ -105,16 +124,19 @@ def main(
     parameters: Annotated[float, typer.Option(help="Of the model.")] = 25e6,
     rounds: Annotated[int, typer.Option(min=1, help="Of a copy and an update in turn.")] = 21,
     cores: Annotated[int, typer.Option(min=2, max=16, help="For the last column.")] = 2,
+    servers: Annotated[str, typer.Option(help="With commas between them.")] = "Adam,AdamW,SGD,outer sgd",
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
 ) -> None:
     """Measure each server; exit code 1 if an update takes longer than its bytes allow."""
     torch.set_num_threads(1)
     report = Report(f"A server's update beside copies: {parameters / 1e6:g} million parameters, one core")
-    layout = Layout.of([(f"t{number}", torch.empty(int(parameters) // TENSORS)) for number in range(TENSORS)])
-    rows = [measure(name, layout, rounds, cores) for name in PASSES]
+    side = math.isqrt(int(parameters) // TENSORS)
+    layout = Layout.of([(f"t{number}", torch.empty(side, side)) for number in range(TENSORS)])
+    rows = [measure(name, layout, rounds, cores) for name in servers.split(",")]
     report.table("median of the rounds", rows)
     for row in rows:
-        report.bound(f"{row['server']}: an update, over its bytes' time", row["of the bytes"], PASSES[row["server"]][1])
+        if (bound := PASSES[row["server"]][1]) is not None:
+            report.bound(f"{row['server']}: an update, over its bytes' time", row["of the bytes"], bound)
     report.end(json)
 
 

@@ -167,7 +167,7 @@ class OwnSGD(SGD):
     [
         (
             Rprop,
-            "the optimizer is Rprop: the server steps with Adam, AdamW, SGD, .* of torch.optim and fairseq_async.torch; .*PLUGINS",
+            "the optimizer is Rprop: the server steps with Adam, AdamW, SGD, .* and fairseq_async.torch; .*PLUGINS",
         ),
         (OwnSGD, "the optimizer is OwnSGD: the server steps with"),
         (type("SGD", (OwnSGD,), {}), r"the optimizer is [\w.]*test_torch_optimizer\.SGD: the server steps with"),

@@ -22,6 +22,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "synchronous": {"method": "hybrid_async", "barrier": True},
     "DiLoCo": {"method": "local_sgd", "outer": "diloco", "local_steps": 2},
     "IsoLoCo": {"method": "local_sgd", "outer": "isoloco", "local_steps": 2},
+    "per rate": {"method": "local_sgd", "outer": "per_step", "divide_by": "rate", "minimum": 0.1, "local_steps": 2},
     "grace": DN | {"grace_period": 1.5, "dynamic_local_steps": True, "staleness_power": -0.5},
     "HeLoCo": {"method": "local_sgd", "outer": "heloco", "local_steps": 2, "delay_compensation": 0.5},
     "quorum": {
