@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.commands import DEEPSPEED, PACKAGE, ROOT, Processes, command, train_alone
-from tests.pytorch import test_hf_trainer
+from tests.helpers.hf_runs import train
 
 pytestmark = pytest.mark.usefixtures("recipe_rules")
 
@@ -17,7 +17,7 @@ def versions(run_dir: Path) -> list[int]:
 
 
 def test_the_trainer_has_the_rule_too(tmp_path: Path) -> None:
-    test_hf_trainer.train(tmp_path, 2, {"method": "local_sgd", "outer": "isoloco", "outer_lr": 0.5, "local_steps": 3})
+    train(tmp_path, 2, {"method": "local_sgd", "outer": "isoloco", "outer_lr": 0.5, "local_steps": 3})
     assert versions(tmp_path / "run") == [0, 1, 1, 2, 2, 3, 3, 4]
 
 
