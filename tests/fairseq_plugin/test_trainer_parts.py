@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,31 @@ def test_each_worker_of_a_resumed_run_goes_on_at_its_own_place_in_the_data(
     trainers.next_run()
     again = [trainers.join(method, restore_file=path, worker=number, workers=2) for number in (0, 1)]
     assert [next(each.batches)["id"].tolist() for each in again] == left
+
+
+@BOTH
+def test_a_worker_does_not_go_on_at_the_place_of_one_whose_ranks_had_other_parts_of_the_data(
+    trainers: Trainers, method: str
+) -> None:
+    trainer = trainers.make(method, workers=2)
+    session, _ = trainer.session, trainer.optimizer
+    trainer.get_train_iterator(1).next_epoch_itr()
+    assert "parts" not in trainer.position()  # as where each worker has one
+    alone, session.context = session.context, replace(session.context, sizes=(1, 2))
+    trainer.get_train_iterator(1).next_epoch_itr()
+    position = trainer.position()
+    assert position["parts"] == [0, 1, 3]
+    trainer.resume_data(None, position)
+    assert trainer._position == position
+    for context in (alone, replace(session.context, sizes=(2, 1), island_size=2), replace(alone, sizes=(1, 3))):
+        session.context = context
+        with pytest.raises(
+            ConfigurationError, match="workers of other numbers of ranks.*give --reset-dataloader, or the"
+        ):
+            trainer.resume_data(None, position)
+    session.context = replace(alone, joins=True)  # with the number of a worker that has left
+    trainer.resume_data(None, position)
+    assert trainer._position is None
 
 
 @BOTH
