@@ -31,8 +31,8 @@ def main(
     speeds: Annotated[str, typer.Option(help="A factor for each worker.")] = "1,3",
     unit: Annotated[float, typer.Option(help="Seconds a batch, for a worker of factor 1.")] = 1.0,
     micro_batches: Annotated[int, typer.Option(min=2, help="Batches of a worker in a step, on average.")] = 4,
-    seconds: Annotated[float, typer.Option(min=1, help="Seconds of training on each side.")] = 150,
-    skip: Annotated[float, typer.Option(min=0, help="Seconds at the beginning that are not counted.")] = 60,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds of training on each side.")] = 110,
+    skip: Annotated[float, typer.Option(min=0, help="Seconds at the beginning that are not counted.")] = 52,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the same as JSON.")] = None,
 ) -> None:
     """Compare the speed of shares by speed and of synchronous training; exit code 1 if the bound is broken."""
