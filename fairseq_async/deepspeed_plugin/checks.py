@@ -106,6 +106,31 @@ def check_scheduler(config: dict[str, Any], name: str, given: bool) -> None:
         raise ConfigurationError(f'{name}: "scheduler": "params": {fault}')
 
 
+def check_divided(config: dict[str, Any], name: str, arguments: dict[str, object]) -> None:
+    """Checks that hybrid_async in ZeRO 3 has an optimizer and a schedule that can be made of whole parameters.
+
+    Args:
+        arguments: of ``initialize``.
+
+    Raises:
+        ConfigurationError: one cannot.
+    """
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, dict) or zero.get("stage", 0) != 3:
+        return
+    given = [f"{key}=" for key in ("optimizer", "lr_scheduler") if arguments[key] is not None]
+    section = config.get("scheduler")
+    if isinstance(section, dict) and section.get("type") not in lr_schedules.VALID_LR_SCHEDULES:
+        given = [*given, f'"scheduler" {section.get("type")!r}']
+    if str((config.get("optimizer") or {}).get("type")).lower() == "muon":
+        given = [*given, '"optimizer" Muon']
+    if given:
+        raise ConfigurationError(
+            f'{name}: "zero_optimization": "stage": 3 with hybrid_async does not go with {given[0]}: give an '
+            '"optimizer" and a "scheduler" of DeepSpeed\'s in the configuration, or "stage": 2'
+        )
+
+
 def check_accumulation(config: dict[str, Any], name: str) -> None:
     """Checks that steps have a known number of micro-batches, by which the package's loader numbers its batches.
 

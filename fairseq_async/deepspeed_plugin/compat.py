@@ -7,7 +7,7 @@ has them; the engines of this plugin override ``_take_model_step``.
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, TypeAlias, TypeVar
@@ -221,6 +221,42 @@ def _gradient_scaler(engine: DeepSpeedEngine) -> torch.amp.GradScaler | None:
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     """Returns the whole shape of a parameter in ZeRO 3, which has no elements of its own between two steps."""
     return tuple(getattr(parameter, "ds_shape"))  # noqa: B009 - torch's type hints do not know DeepSpeed's attribute
+
+
+def listed(parameters: Any) -> Any:
+    """Returns parameters with a list in place of a generator, which DeepSpeed would exhaust."""
+    return list(parameters) if isinstance(parameters, Iterator) else parameters
+
+
+def copied_groups(parameters: Any) -> list[Any]:
+    """Returns a copy of ``model_parameters=``, in whose groups ZeRO 3 writes."""
+    given = (dict(each) if isinstance(each, dict) else each for each in parameters or ())
+    return [each | {"params": listed(each["params"])} if isinstance(each, dict) else each for each in given]
+
+
+def optimizer_of_whole(
+    engine: DeepSpeedEngine, section: dict[str, Any], parameters: Sequence[Any]
+) -> torch.optim.Optimizer:
+    """Makes the optimizer of the configuration anew, over whole parameters: ZeRO 3 has given the engine's own
+    partitions, whose moments this drops.
+
+    Args:
+        section: ``"optimizer"`` of the configuration.
+        parameters: the model's, or groups of them.
+    """
+    engine._config.optimizer_params = dict(section.get("params") or {})  # older versions take keys out of it
+    engine.basic_optimizer.state.clear()
+    made: torch.optim.Optimizer = engine._configure_basic_optimizer(parameters)
+    return made
+
+
+def drop_partitions(engine: DeepSpeedEngine) -> None:
+    """Drops the gradients of a step that ZeRO 3 has divided, as its own step does."""
+    if engine.zero_optimization_partition_weights():
+        optimizer = engine.optimizer
+        optimizer._pre_step()
+        optimizer._partition_all_parameters()
+        optimizer._overflow_clean_up(1.0)
 
 
 def refuse_other_steps(engine: _Engine, workers: int, is_expected: Callable[[_Engine], bool]) -> None:

@@ -129,7 +129,7 @@ BF16 = ("bf16", "bfloat16")  # which is DeepSpeed's older name of it
 _HALF_PRECISION = ("fp16", *BF16, "amp")
 _FLOAT16 = ("float16", "torch.float16", "fp16", "half")  # DeepSpeed's names of it
 _BFLOAT16 = ("bfloat16", "torch.bfloat16", "bf16")
-_STAGES = {"local_sgd": (0, 1, 2, 3), "hybrid_async": (0, 1, 2), "adasum": (0, 1, 2), "adascale": (0, 1, 2)}
+_STAGES = {"local_sgd": (0, 1, 2, 3), "hybrid_async": (0, 1, 2, 3), "adasum": (0, 1, 2), "adascale": (0, 1, 2)}
 _REASON = ", whose optimizer steps in the server"
 
 
@@ -154,6 +154,12 @@ def _check_hybrid(config: dict[str, Any], name: str) -> None:
     autocast = _object(config, "torch_autocast", name)
     if autocast.get("enabled", False) is True and autocast.get("dtype") not in _BFLOAT16:
         raise ConfigurationError(f'{name}: "torch_autocast" in float16 {reason}; or give "dtype": "bfloat16"')
+    for key in ("fp16", "torch_autocast") if _object(config, "zero_optimization", name).get("stage", 0) == 3 else ():
+        if _object(config, key, name).get("enabled", False):
+            raise ConfigurationError(
+                f'{name}: "{key}" with "zero_optimization": "stage": 3 is not supported with method hybrid_async: give '
+                '"bf16", or "stage": 0, which has the same memory for moments'
+            )
     schedule = config.get("scheduler")
     if isinstance(schedule, dict) and schedule.get("type") == "OneCycle":
         params = schedule.get("params")

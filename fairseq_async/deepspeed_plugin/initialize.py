@@ -23,8 +23,9 @@ from fairseq_async.deepspeed_plugin.compat import (
     check_attributes,
     check_not_started,
     check_whole_model,
+    copied_groups,
     is_raised_by_script,
-    round_model,
+    listed,
     unlink_reduction_buffer,
 )
 from fairseq_async.deepspeed_plugin.compilation import waiting_for_compilers
@@ -125,7 +126,7 @@ def initialize(
     """
     others = {
         "optimizer": optimizer,
-        "model_parameters": model_parameters,
+        "model_parameters": listed(model_parameters),
         "lr_scheduler": lr_scheduler,
         "distributed_port": distributed_port,
         "mpu": mpu,
@@ -170,6 +171,8 @@ class _Arguments:
         checks.check_values(config, self.name)
         checks.check_optimizer(config, self.name, self.others["optimizer"] is not None, in_the_server)
         checks.check_scheduler(config, self.name, self.others["lr_scheduler"] is not None)
+        if in_the_server:
+            checks.check_divided(config, self.name, self.others)
         if self.training_data is not None:
             loading_of(config, self.name)  # raises where a key is wrong; read again when the loader is made
             checks.check_accumulation(config, self.name)
@@ -321,11 +324,12 @@ def _make_worker_engine(
     options = _accumulating(options, own, context)
     engine: AsyncEngine
     if isinstance(options, HybridOptions):
+        groups = copied_groups(arguments.others["model_parameters"])  # of which DeepSpeed changes the given ones
         made = arguments.make_engine(server_description.without_masters(server_description.without_schedule(own)))
-        if (kind := server_description.half_precision(own)) is not None:
-            round_model(made[0], kind)
-        inner = server_description.leave_to_server(made[0], own, options.total_steps)
+        kind, served = server_description.half_precision(own), server_description.served_optimizer(made[0], own, groups)
+        inner = server_description.leave_to_server(made[0], served, own, options.total_steps)
         engine = _change_class(made[0], HybridEngine)
+        engine.serve(served, context.rank)
         engine.half_precision, engine.loss_scale = kind, LossScale(own["fp16"] if kind is torch.float16 else None)
     else:
         made, inner = arguments.make_engine(own), {}
@@ -339,8 +343,7 @@ def _make_worker_engine(
         fix_batch_size(engine)
     atexit.register(leave_at_exit, client, engine, server)
     _made.append(engine)
-    ranks = context.rank, context.island_size
-    loader = arguments.make_loader(engine, sizes, options, ranks, engine.join_run, own)
+    loader = arguments.make_loader(engine, sizes, options, (context.rank, context.island_size), engine.join_run, own)
     return engine, made[1], loader, engine.lr_scheduler
 
 
@@ -379,11 +382,8 @@ def _change_class(engine: DeepSpeedEngine, engine_class: type[_Engine]) -> _Engi
 def _describe(
     options: AsyncOptions, section: Section, context: WorkerContext, sizes: list[int], inner: JsonObject
 ) -> MethodSpec:
-    """Returns the method's description, from which the server builds it and on which all workers must agree.
-
-    Args:
-        inner: the description from which the server of a hybrid run builds its optimizer.
-    """
+    """Returns the method's description, from which the server builds it and on which all workers must agree; ``inner``
+    is that of the optimizer of a hybrid run."""
     if isinstance(options, LocalSGDOptions):
         return local_sgd_spec(options, context.workers, sizes, section, inner)
     return hybrid_spec(options, context.workers, section, inner, options.total_steps)
@@ -396,4 +396,5 @@ def _make_worker(
     if isinstance(options, LocalSGDOptions):
         replica = with_buffers(replica_of(engine, context.rank), engine.module, options, context.rank == 0)
         return local_sgd_worker(client, replica, options)
-    return HybridWorker(client, trainable(engine), is_writer=context.rank == 0)
+    divided = cast(HybridEngine, engine).divided  # then a parameter without a gradient has a partition of zeros
+    return HybridWorker(client, trainable(engine), divided is not None, context.rank == 0, divided)

@@ -8,6 +8,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from fairseq_async.algorithms.muon import MuonAdamW
 from fairseq_async.deepspeed_plugin import schedules
+from fairseq_async.deepspeed_plugin.compat import optimizer_of_whole, round_model
 from fairseq_async.deepspeed_plugin.config import BF16
 from fairseq_async.deepspeed_plugin.engines.tensors import trainable
 from fairseq_async.errors import ConfigurationError
@@ -27,9 +28,17 @@ def without_schedule(config: dict[str, Any]) -> dict[str, Any]:
 
 def without_masters(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the configuration without half precision, of which DeepSpeed makes fp32 masters, and without ZeRO 1 and
-    2, which divide these and the moments among ranks: they are the server's."""
+    2, which divide these and the moments among ranks: they are the server's. ZeRO 3, which divides the model too, stays
+    as it is."""
+    if is_divided(config):
+        return config | {"zero_allow_untested_optimizer": True}  # it does not step here
     config = {key: value for key, value in config.items() if key not in (*BF16, "fp16")}
     return config | {"zero_optimization": {"stage": 0}} if "zero_optimization" in config else config
+
+
+def is_divided(config: dict[str, Any]) -> bool:
+    """Whether each rank of a worker has a part of the model, by ZeRO 3."""
+    return bool((config.get("zero_optimization") or {}).get("stage", 0) == 3)
 
 
 def half_precision(config: dict[str, Any]) -> torch.dtype | None:
@@ -38,11 +47,29 @@ def half_precision(config: dict[str, Any]) -> torch.dtype | None:
     return next((kind for key, kind in kinds.items() if (config.get(key) or {}).get("enabled", False)), None)
 
 
-def leave_to_server(engine: DeepSpeedEngine, config: dict[str, Any], total_steps: int) -> JsonObject:
+def served_optimizer(engine: DeepSpeedEngine, config: dict[str, Any], groups: list[Any]) -> torch.optim.Optimizer:
+    """Returns the optimizer that the server is to have, and rounds the engine's model in half precision.
+
+    Args:
+        engine: made by DeepSpeed from :func:`without_masters`.
+        groups: the parameters that the script has given, or groups of them; empty for all that are trained.
+    """
+    if is_divided(config):  # which rounds the model itself
+        return optimizer_of_whole(engine, config["optimizer"], groups or [each for _, each in trainable(engine)])
+    if (kind := half_precision(config)) is not None:
+        round_model(engine, kind)
+    own: torch.optim.Optimizer = engine.optimizer
+    return own
+
+
+def leave_to_server(
+    engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer, config: dict[str, Any], total_steps: int
+) -> JsonObject:
     """Returns what the server builds from; gives the engine the schedule that :func:`without_schedule` has left out.
 
     Args:
         engine: the engine that DeepSpeed has made of the configuration without a schedule.
+        optimizer: that of the whole parameters.
         config: the whole configuration.
         total_steps: steps of the server in the whole run; 0 for no end.
 
@@ -52,21 +79,21 @@ def leave_to_server(engine: DeepSpeedEngine, config: dict[str, Any], total_steps
     section = config.get("scheduler")
     if not trainable(engine):
         raise ConfigurationError("the model has no parameter that is trained")
-    inner = described(engine, total_steps)
+    inner = described(engine, optimizer, total_steps)
     if engine.lr_scheduler is None and section is not None and schedules.is_deepspeeds(section):
-        engine.lr_scheduler = schedules.build(section, engine.optimizer)
+        engine.lr_scheduler = schedules.build(section, optimizer)
         inner[SCHEDULER] = section
     return inner
 
 
-def described(engine: DeepSpeedEngine, total_steps: int) -> JsonObject:
-    """Returns what the server builds from, with the options and the rates of the engine's optimizer and schedule from
-    where they are now.
+def described(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer, total_steps: int) -> JsonObject:
+    """Returns what the server builds from, with the options and the rates of the optimizer and the engine's schedule
+    from where they are now.
 
     Raises:
         ConfigurationError: the server has no optimizer that would step equally, or the schedule cannot be a table.
     """
-    optimizer, schedule = engine.optimizer, engine.lr_scheduler
+    schedule = engine.lr_scheduler
     rates = None if schedule is None else tabulate(schedule, optimizer, total_steps)
     clip_norm = float(engine.gradient_clipping())
     return describe(optimizer, trainable(engine), equal_of_torch(optimizer), rates, clip_norm).to_json()

@@ -108,7 +108,11 @@ def test_the_page_names_the_largest_table_of_rates() -> None:
         ({"bf16": {"enabled": "true"}}, '"bf16": "enabled" is \'true\': give true or false'),
         ({"fp16": True}, '"fp16" is True: it must be an object'),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, '"torch_autocast" in float16'),
-        ({"zero_optimization": {"stage": 3}}, '"stage" 3 is not supported with method hybrid_async; 0, 1 and 2 are'),
+        ({"zero_optimization": {"stage": 4}}, '"stage" 4 is not supported with method hybrid_async; 0, 1, 2 and 3 are'),
+        (
+            {"zero_optimization": {"stage": 3}, "fp16": {"enabled": True}},
+            '"fp16" with "zero_optimization": "stage": 3 is not supported with method hybrid_async',
+        ),
         ({"zero_optimization": {"stage": "0"}}, "\"stage\" '0' is not supported"),
         ({"async_training": {"method": ["hybrid_async"]}}, "\"method\": ['hybrid_async'] is none of adascale"),
         ({"zero_optimization": {"stage": 0, "zenflow": {"topk_ratio": 0.1}}}, '"zenflow" is not supported'),
@@ -163,6 +167,19 @@ def test_schedules_of_torch_and_rates_of_each_group_are_accepted() -> None:
     check(complete(scheduler={"type": "CosineAnnealingLR", "params": {"T_max": 10}}))
     two_groups = {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}
     check(complete(scheduler=two_groups))
+
+
+def test_zero_3_in_hybrid_has_an_optimizer_that_can_be_made_of_whole_parameters() -> None:
+    zero = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {}}}
+    none: dict[str, object] = dict.fromkeys(("optimizer", "lr_scheduler"))
+    checks.check_divided(zero, "ds.json", none)
+    for config, arguments, named in (
+        (zero, none | {"optimizer": object()}, "optimizer="),
+        (zero | {"scheduler": {"type": "StepLR"}}, none, "\"scheduler\" 'StepLR'"),
+        (zero | {"optimizer": {"type": "Muon"}}, none, '"optimizer" Muon'),
+    ):
+        with pytest.raises(ConfigurationError, match=f"does not go with {named}: give an"):
+            checks.check_divided(config, "ds.json", arguments)
 
 
 @pytest.mark.parametrize("method", ["adasum", "adascale"])

@@ -84,9 +84,14 @@ class AsyncEngine(DeepSpeedEngine):
         self._warned_of_end = self._warned_of_no_gradient = False
         self._trained = tensors.trainable(self)
         self._loop_watch = LoopWatch(partial(tensors.watched, self), [each for _, each in self._trained])
-        self._followed = FollowedSchedule(self.lr_scheduler, self.optimizer)
+        self._followed = FollowedSchedule(self.lr_scheduler, self.served)
         self._takes_step = False  # whether the engine itself is in a step of its optimizer
         refuse_other_steps(self, self.workers, lambda engine: engine._takes_step or engine.finished)
+
+    @property
+    def served(self) -> Any:
+        """The optimizer whose learning rates follow the run."""
+        return self.optimizer
 
     @property
     def finished(self) -> bool:

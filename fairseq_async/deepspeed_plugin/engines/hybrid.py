@@ -10,10 +10,16 @@ from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.deepspeed_plugin import server
-from fairseq_async.deepspeed_plugin.compat import count_step, is_raised_by_optimizer, manages_accumulation
+from fairseq_async.deepspeed_plugin.compat import (
+    count_step,
+    drop_partitions,
+    is_raised_by_optimizer,
+    manages_accumulation,
+)
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
 from fairseq_async.deepspeed_plugin.engines.tensors import trainable
+from fairseq_async.deepspeed_plugin.engines.zero3 import PartitionedReplica
 from fairseq_async.deepspeed_plugin.schedules import NamedSchedule, show_rates
 from fairseq_async.deepspeed_plugin.server_description import SCHEDULER, count_steps_as_torch, described
 from fairseq_async.errors import ConfigurationError, fail
@@ -25,6 +31,7 @@ from fairseq_async.pytorch.brought_state import (
     checksum_of_moments,
     warn_of_missing_moments,
 )
+from fairseq_async.pytorch.fsdp import norm_of_parts
 from fairseq_async.pytorch.parameters import l2_norm, step_gradients
 from fairseq_async.server.optimizers.learning_rates import (
     RateTable,
@@ -63,6 +70,9 @@ class HybridEngine(AsyncEngine):
     half_precision: torch.dtype | None = None  # the model's type, if it is in half precision
     _moments: StateInServer | None = None  # of the optimizer, once the worker has joined
     trained = 0
+    divided: PartitionedReplica | None = None  # this rank's parts of the parameters, in ZeRO 3
+    _has_gradient = False  # whether backward was called since the last step
+    _served: torch.optim.Optimizer | None = None
     _share = 0  # number of micro-batches in the present gradient, where the server says it
     _first = _passes = 0  # micro_steps at its first one, and its calls of backward
     _saves = False  # whether the engine itself saves the optimizer, with the server's state beside it
@@ -81,31 +91,31 @@ class HybridEngine(AsyncEngine):
         """Notes the rates and options of the optimizer that the run's description has."""
         self._schedule: StepSchedule
         if SCHEDULER in self.spec.framework:
-            self._schedule = NamedSchedule(self.optimizer, self.lr_scheduler)
+            self._schedule = NamedSchedule(self.served, self.lr_scheduler)
         else:
-            self._schedule = RateTable(self.optimizer, OptimizerSpec.from_json(self.spec.framework).learning_rates)
-        self._rates, self._options = present_rates(self.optimizer), present_options(self.optimizer)
+            self._schedule = RateTable(self.served, OptimizerSpec.from_json(self.spec.framework).learning_rates)
+        self._rates, self._options = present_rates(self.served), present_options(self.served)
 
     @errors_in_one_line()
     def _join(self, server_state: Path | None) -> None:
         """Joins as :meth:`AsyncEngine._join`, with what the optimizer and the schedule are now: they may have been
         loaded since ``initialize``. The moments that the optimizer has are the server's from then on."""
-        as_made = self._followed.state_dict() == self._began and present_options(self.optimizer) == self._options
+        as_made = self._followed.state_dict() == self._began and present_options(self.served) == self._options
         if not (as_made and SCHEDULER in self.spec.framework):
-            self.spec = replace(self.spec, framework=described(self, self.spec.total_steps))
+            self.spec = replace(self.spec, framework=described(self, self.served, self.spec.total_steps))
         self._note_rates()
         if server_state is None:
-            check_brought(self.spec, [self.optimizer])
-            count_steps_as_torch(self.optimizer)
-            self.async_worker.details.moments = checksum_of_moments(trainable(self), [self.optimizer])
+            check_brought(self.spec, [self.served])
+            count_steps_as_torch(self.served)
+            self.async_worker.details.moments = checksum_of_moments(trainable(self), [self.served])
         super()._join(server_state)
         self._begin_share()
-        self._moments = self.optimizer.state = StateInServer(dict)
-        warn_of_missing_moments(self.optimizer, "engine.save_checkpoint() in its place", lambda: self._saves)
+        self._moments = self.served.state = StateInServer(dict)
+        warn_of_missing_moments(self.served, "engine.save_checkpoint() in its place", lambda: self._saves)
 
     def _state_brought(self) -> State | None:
         """Returns the state of the optimizer, if it has stepped before; of an island's ranks, rank 0 brings it."""
-        return None if self.context.rank else brought_state(self.spec, trainable(self), [self.optimizer], server.build)
+        return None if self.context.rank else brought_state(self.spec, trainable(self), [self.served], server.build)
 
     def _check_without_optimizer(self) -> None:
         """Ends the process with one line: the optimizer's state is the server's, as the parameters are."""
@@ -116,6 +126,11 @@ class HybridEngine(AsyncEngine):
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Loads as :meth:`AsyncEngine.load_checkpoint`; one line for moments that belong to masters of DeepSpeed's."""
+        if self.divided is not None:
+            fail(
+                'load_checkpoint: "zero_optimization": "stage": 3 with hybrid_async: load with "stage": 2, or go on '
+                "with the run itself, by fairseq-async launch --resume"
+            )
         kind, self.half_precision = self.half_precision, None  # else DeepSpeed loads an optimizer that has masters
         try:
             loaded = super().load_checkpoint(*args, **kwargs)
@@ -138,6 +153,18 @@ class HybridEngine(AsyncEngine):
     def bfloat16_enabled(self) -> bool:
         """Whether the model is in bf16; scripts ask for it to round their batches."""
         return self.half_precision is torch.bfloat16
+
+    @property
+    def served(self) -> torch.optim.Optimizer:
+        """The optimizer that the server has, over whole parameters; in ZeRO 3, the engine's own has partitions."""
+        own: torch.optim.Optimizer = self.optimizer
+        return own if self._served is None else self._served
+
+    def serve(self, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        """Leaves this optimizer to the server; in ZeRO 3 it is not the engine's, and this rank has partitions."""
+        self._served = optimizer
+        if self.zero_optimization_partition_weights():
+            self.divided = PartitionedReplica(trainable(self), rank)
 
     # Shares by speed
 
@@ -204,6 +231,7 @@ class HybridEngine(AsyncEngine):
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> object:
         """Computes gradients as :meth:`AsyncEngine.backward`, in fp16 of the loss times its scale."""
         self._passes += 1
+        self._has_gradient = True
         if (scale := self.loss_scale.value) == 1.0:
             return super().backward(loss, *args, **kwargs)
         super().backward(loss * scale, *args, **kwargs)
@@ -236,20 +264,26 @@ class HybridEngine(AsyncEngine):
         self._check_followed()
         self._check_rates()
         self._check_trained()
-        gradients = step_gradients(trainable(self))
+        if self.divided is None:
+            gradients = step_gradients(trainable(self))
+        else:
+            gradients = self.divided.gradients() if self._has_gradient else []
+        self._has_gradient = False
         if not gradients:
             return self._skip_without_gradient()
         self._check_share()
         self.loop.slowed_down()
         factor = 1.0 / self.loss_scale.value
         self.async_worker.write_ahead(factor)  # while the norm is measured
-        norm, loss = factor * l2_norm(gradients), None if self._loss is None else float(self._loss)
+        norm = factor * (l2_norm(gradients) if self.divided is None else norm_of_parts(gradients))
+        loss = None if self._loss is None else float(self._loss)
         if self.loss_scale.skips(math.isfinite(norm)):
             return self._skip_step()
         refused = self.async_worker.refusals.total
         self.async_worker.step(self.train_batch_size(), loss, norm, factor)
         self._set_learning_rates()
         applied = self.async_worker.refusals.total == refused
+        drop_partitions(self)
         self.zero_grad()
         self.skipped_steps += not applied
         count_step(self, applied)
@@ -264,16 +298,18 @@ class HybridEngine(AsyncEngine):
             ConfigurationError: it does.
         """
         if self._moments is not None:
-            self._moments.check(self.optimizer)
-        check_options(self.optimizer, self._options)
+            self._moments.check(self.served)
+        check_options(self.served, self._options)
         if isinstance(self._schedule, RateTable) and self._schedule.rates:
             check_table(self.lr_scheduler, steps_taken(self.lr_scheduler), self._schedule.rates)
         if not self._has_schedule:
             remedy = 'give a schedule as "scheduler" in the configuration, or as lr_scheduler='
-            check_rates(self.optimizer, self._rates, remedy)
+            check_rates(self.served, self._rates, remedy)
 
     def _set_learning_rates(self) -> None:
         """Sets the learning rates as the server sets those of its optimizer."""
         self._schedule.follow(whole_steps(self.async_worker.progress))
-        show_rates(self.lr_scheduler, self.optimizer)
+        show_rates(self.lr_scheduler, self.served)
+        for shown, group in zip(self.optimizer.param_groups, self.served.param_groups, strict=True):
+            shown["lr"] = group["lr"]
         self._followed.note()
