@@ -123,7 +123,7 @@ def test_local_steps_that_the_server_takes_as_they_are_are_plain_sgd(
     before the answer to the round before is there. The server's parameters are fp32, and the model's their rounding."""
     if name.startswith("fp16") and not get_accelerator().is_fp16_supported():
         pytest.skip("DeepSpeed has no fp16 on this device")
-    if name == "fp16" and deepspeed.__version__ == "0.19.8":
+    if name == "fp16" and deepspeed.__version__.startswith(("0.18.", "0.19.")):
         pytest.skip("this DeepSpeed's own fp16 without ZeRO divides by a loss scale that is not in the loss")
     out, seen = result(name)
     micro_batches = 2 if name == "accumulated" else 1

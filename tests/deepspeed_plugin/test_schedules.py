@@ -141,20 +141,24 @@ def test_deepspeeds_schedules_take_the_largest_rates_of_the_groups() -> None:
     assert schedules.is_deepspeeds(section)
     schedule = schedules.NamedSchedule(served, schedules.build(section, served))
     schedule.follow(2)
-    assert [group["lr"] for group in served.param_groups] == [0.5, 0.25]  # half of 1 and of 0.5
+    own = optimizer()
+    WarmupLR(own, warmup_num_steps=2, warmup_type="linear").step(1)
+    rates = [group["lr"] for group in own.param_groups]  # half of 1 and of 0.5; before DeepSpeed 0.19 half of 1 twice
+    assert [group["lr"] for group in served.param_groups] == rates and max(rates) == 0.5
     again = schedules.NamedSchedule(other := optimizer(), schedules.build(section, other))
     again.load_state_dict(schedule.state_dict())
     again.follow(3)
     assert again.learning_rate == 1.0
-    with pytest.raises(ConfigurationError, match='"scheduler": "params": warmup_num_steps must be a positive integer'):
-        schedules.build({"type": "WarmupLR", "params": {"warmup_num_steps": -1}}, served)
+    with pytest.raises(ConfigurationError, match='"scheduler": "params": expected 2 value for min_lr'):
+        schedules.build({"type": "WarmupLR", "params": {"warmup_min_lr": [0.0]}}, served)
 
 
 def prepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> LocalEngine:
     """An engine that is set up, and has not joined; of DeepSpeed's engine it has what that needs."""
     engine = LocalEngine.__new__(LocalEngine)
     nn.Module.__init__(engine)
-    engine.module, engine.optimizer, engine.basic_optimizer, engine.lr_scheduler = model, optimizer, optimizer, None
+    engine.__dict__["module"] = model  # as DeepSpeed's constructor sets it
+    engine.optimizer, engine.basic_optimizer, engine.lr_scheduler = optimizer, optimizer, None
     cast(Any, engine).zero_optimization_partition_weights = lambda: False
     refusals, context = SimpleNamespace(limit=3), WorkerContext()
     worker = SimpleNamespace(refusals=refusals, finished=False, joined=True, batches=BatchDigest())

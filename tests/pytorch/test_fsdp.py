@@ -19,6 +19,7 @@ from tests.helpers.commands import HELPERS, Processes, command
 from tests.helpers.plain_loop import STEPS, flat, net
 from tests.helpers.run_files import events
 
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.6 has no FSDP2 on a CPU")
 Run = Callable[..., list[dict[str, Tensor]]]
 
 
