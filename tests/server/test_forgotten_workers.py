@@ -70,7 +70,9 @@ def state(value: Any) -> Any:
         return state(value.state_dict())
     if isinstance(value, dict):
         return {key: state(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | set | deque):
+    if isinstance(value, deque):
+        return value.maxlen, list(map(state, value))
+    if isinstance(value, list | tuple | set):
         return list(map(state, value))
     if hasattr(value, "__dict__") and not callable(value):
         return type(value).__name__, {key: state(each) for key, each in vars(value).items()}
