@@ -1,16 +1,18 @@
 """Parameters that something else than the run has changed are noticed, however it was done."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fairseq_async.worker.changes import LoopWatch, ParameterWatch
+from fairseq_async.worker.changes import LoopWatch, OtherModels, ParameterWatch, WholeWatch
 
 
 def swap_rows(weight: Tensor) -> None:
-    weight.copy_(weight[[1, 0, *range(2, len(weight))]])
+    """The first and the last: of values within 127 words, only the sum shows."""
+    weight.copy_(weight[[-1, *range(1, len(weight) - 1), 0]])
 
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
@@ -25,20 +27,23 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize("layer", [0, 1], ids=["of several rows of words", "of less than a row"])
 @torch.no_grad()
-def test_a_changed_parameter_is_named(change: Callable[[Tensor], object], dtype: torch.dtype) -> None:
+def test_a_changed_parameter_is_named(change: Callable[[Tensor], object], layer: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(33, 21), nn.Linear(21, 3)).to(dtype)
-    before = net[0].weight.clone()
+    net = nn.Sequential(nn.Linear(33, 41), nn.Linear(41, 3)).to(dtype)
     watch = ParameterWatch(list(net.named_parameters()))
     assert watch.changed() is None  # nothing was noted
     watch.note()
     assert watch.changed() is None
-    change(net[1].weight)
-    assert watch.changed() == "1.weight"
-    net[0].weight.data = before.t().contiguous().t()  # the same values, laid out in another way
+    change(net[layer].weight)
+    assert watch.changed() == f"{layer}.weight"
+    net[1].bias.data += 1
+    assert watch.changed() == f"{layer}.weight", "the first of two"
+    now = net[0].weight.data
+    net[0].weight.data = now.t().contiguous().t()  # the same values, laid out in another way
     watch.note()
-    net[0].weight.data = before
+    net[0].weight.data = now
     assert watch.changed() is None
 
 
@@ -48,3 +53,75 @@ def test_passes_are_counted_from_the_last_step() -> None:
         watch.step()
         assert not any(watch.count_pass() for _ in range(7))
     assert watch.count_pass()
+
+
+def test_the_place_of_a_value_counts_wherever_it_is() -> None:
+    """Also across the rows that are summed first, and in the bytes behind the last whole word."""
+    weight = torch.zeros(2 * 2 * 127 + 3)
+    watch = ParameterWatch([("w", weight)])
+    for one, other in ((0, 254), (253, 254), (507, 508), (508, 510), (509, 510)):
+        weight.zero_()[one] = 1.0
+        watch.note()
+        weight.zero_()[other] = 1.0
+        assert watch.changed() == "w", (one, other)
+
+
+def test_all_parameters_that_are_replaced_at_once_are_noticed_by_one_element_of_each_of_some() -> None:
+    tensors = [torch.full((3, 5), float(number)) for number in range(10)]
+    watch = WholeWatch([torch.empty(0), *tensors])
+    assert not watch.changed(), "nothing was noted"
+    watch.note()
+    tensors[0][0, 0] = tensors[9][1, 2] = 99.0  # not the element that is looked at, and not one of the first eight
+    assert not watch.changed()
+    tensors[7][1, 2] = 99.0
+    assert watch.changed()
+    watch.note()
+    assert not watch.changed()
+
+
+def test_a_loop_is_seen_to_have_trained_before_it_joins_by_gradients_and_changes_together() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    watch = LoopWatch(lambda: [("w", weight)], [weight])
+    weight.data += 1
+    assert not watch.trained_before(), "as where a script loads weights"
+    weight.sum().backward()
+    assert watch.trained_before()
+    watch.join()
+    weight.data += 1
+    weight.sum().backward()
+    assert not watch.has_stepped and watch.trained_without_step() is None and not watch.trained_before()
+    assert not watch.count_pass() and watch.trained_without_step() is None
+    weight.data += 1
+    assert watch.trained_without_step() == "w" and [watch.count_pass() for _ in range(7)] == [False] * 6 + [True]
+    watch.step()
+    assert watch.has_stepped and watch.trained_without_step() is None
+    for _ in range(3):
+        watch.count_pass()
+        weight.data += 1
+    assert watch.trained_without_step() is None, "of so many passes a step may be"
+    watch.count_pass()
+    weight.data += 1
+    assert watch.trained_without_step() == "w"
+    watch.begin_again()
+    assert watch.trained_without_step() is None
+
+
+@pytest.mark.parametrize(("workers", "lines"), [(1, 0), (2, 1)])
+def test_the_third_step_of_an_optimizer_of_other_parameters_is_told_once(
+    capsys: pytest.CaptureFixture[str], workers: int, lines: int
+) -> None:
+    first, second = (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
+    others = OtherModels(workers, "give them to the run")
+    for optimizer in (first, second, first, second):
+        others.count(optimizer)
+    thread = threading.Thread(target=lambda: [others.count(first) for _ in range(3)])  # as of a server
+    thread.start()
+    thread.join()
+    assert not capsys.readouterr().err
+    for optimizer in (first, second, first, second):
+        others.count(optimizer)
+    told = capsys.readouterr()
+    said = [
+        line for line in (told.err + told.out).splitlines() if "each worker trains its own: give them to the" in line
+    ]
+    assert len(said) == lines
