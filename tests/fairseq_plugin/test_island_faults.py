@@ -1,17 +1,19 @@
-"""Workers of several ranks of which one dies, and that join a run and leave it."""
+"""Workers of several ranks of which one dies, that join and leave, and that go on as workers of other sizes."""
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fairseq_async.exchange.authentication import new_token, write_token
-from tests.helpers.commands import HYBRID, MODEL, Processes, command, free_port, launch_command
+from tests.helpers.commands import HYBRID, MODEL, ROOT, Processes, command, free_port, launch_command, synchronous
 from tests.helpers.launched import count, find
-from tests.helpers.run_files import events
+from tests.helpers.run_files import events, relative_differences
 from tests.helpers.waiting import wait_until
 
+Launch = Callable[..., tuple[int, str]]
 FOREVER = ["--max-update", "1000000", "--disable-validation"]
 
 
@@ -71,3 +73,31 @@ def test_a_worker_of_two_ranks_joins_from_another_machine_and_leaves(
     wait_until(lambda: count(tmp_path, 0) > before + 5, 90)
     launcher.send_signal(signal.SIGINT)
     assert launcher.communicate(timeout=60) and launcher.returncode == 130
+
+
+def test_a_run_goes_on_with_workers_of_other_sizes_and_plain_fairseq_reads_its_checkpoint(
+    launch: Launch, processes: Processes, data: Path, tmp_path: Path
+) -> None:
+    """As plain fairseq's run, which goes on with another number of ranks from the beginning of the data."""
+    plain, ours = tmp_path / "plain", tmp_path / "ours"
+    flags = ["--momentum", "0.9", "--lr", "0.5"]
+    method = ["--inner-optimizer", "sgd", "--barrier", *flags]
+    first, second = ["--max-update", 5], ["--max-update", 10, "--reset-dataloader"]
+    synchronous(processes, data, plain, 4, "--optimizer", "sgd", *flags, *first)
+    (tmp_path / "plain.rendezvous").unlink(missing_ok=True)
+    # plain fairseq trusts no checkpoint of its own, and its ranks do not unpickle what rank 0 has read
+    own, all_read = ["--user-dir", ROOT / "scripts/bench/plain_on_cpu"], "--load-checkpoint-on-all-dp-ranks"
+    synchronous(processes, data, plain, 3, "--optimizer", "sgd", *flags, *second, *own, all_read)
+    code, output = launch(2, ours, *method, *first, launcher=["--ranks-per-worker", 2])
+    assert code == 0, output
+    code, output = launch(2, ours, *method, "--max-update", 10, launcher=["--ranks-per-worker", "1,3"])
+    assert code == 2 and "workers of other numbers of ranks, which had other parts of the data: give --reset" in output
+    assert "Traceback" not in output
+    code, output = launch(2, ours, *method, *second, launcher=["--ranks-per-worker", "2,1"])
+    assert code == 0, output
+    found = relative_differences(plain / "checkpoint_last.pt", ours / "checkpoint_last.pt")
+    assert len(found) > 30 and max(found.values()) < 1e-6
+    still = ["--finetune-from-model", ours / "checkpoint_last.pt", "--optimizer", "sgd", "--lr", "1e-12"]
+    synchronous(processes, data, tmp_path / "read", 2, *still, all_read, "--max-update", 1)
+    read = relative_differences(ours / "checkpoint_last.pt", tmp_path / "read/checkpoint_last.pt")
+    assert max(read.values()) < 1e-9
