@@ -185,6 +185,14 @@ def test_a_smaller_round_is_one_of_every_fragment() -> None:
     assert gain.gain.scale == gain.accumulation.updates_per_step == 3
 
 
+def test_buffers_are_averaged_over_the_updates_of_a_smaller_round() -> None:
+    rule, parameters = WorkerBuffers(BufferedNesterov(0.7, 0.9, 4), 3, 4, average=True), torch.zeros(4)
+    rule.limit_round(2)
+    for worker, value in enumerate((2.0, 4.0, 7.0)):
+        rule.store_buffers(parameters, Update(worker, 0, 0, 1.0, torch.tensor([1.0, 1.0, 1.0, -value])))
+    assert parameters.tolist() == [0.0, 0.0, 0.0, 5.5]
+
+
 def fragmented(delay: int) -> FragmentedRule:
     return FragmentedRule(fragments_of([2, 3], 2), [DelayedNesterov(0.7, 0.9, delay), BufferedNesterov(0.7, 0.9, 4)])
 
