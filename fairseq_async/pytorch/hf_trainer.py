@@ -12,12 +12,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.options.config import divides_by_default
+from fairseq_async.options.config import HybridOptions, LocalSGDOptions, divides_by_default
 from fairseq_async.pytorch.accumulation import follows_shares
 from fairseq_async.pytorch.divided import Division, Place
 from fairseq_async.pytorch.follow_run import FollowRun, Plan, RunSchedule, wrap
 from fairseq_async.pytorch.hybrid import HybridAsync
 from fairseq_async.pytorch.local_sgd import AsyncLocalSGD
+from fairseq_async.pytorch.options import parse_options
 from fairseq_async.pytorch.training import AsyncTraining
 from fairseq_async.worker.batches import note_calls
 from fairseq_async.worker.hybrid import HybridWorker
@@ -75,6 +76,10 @@ class AsyncCallback(TrainerCallback):
                 "AsyncCallback: micro_batches is what the Trainer has as gradient_accumulation_steps: give that to "
                 "TrainingArguments, and leave micro_batches out"
             )
+        known: Any = LocalSGDOptions if method == "local_sgd" else HybridOptions
+        later = () if method == "local_sgd" else ("clip_norm", "shares")  # which need the Trainer's, or its optimizer
+        of_method = {key: value for key, value in options.items() if key not in later}
+        parse_options(known, of_method, "AsyncCallback")  # a mistake is to show before the Trainer makes its own
         self.method, self.options = method, options
         self._resumed_from = None if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
         self._context = WorkerContext.find()

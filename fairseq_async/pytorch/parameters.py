@@ -1,5 +1,6 @@
 """The parameters and gradients of a model and its optimizer that are exchanged."""
 
+import inspect
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, pairwise
@@ -140,10 +141,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Checks that these are torch's optimizers.
+    """Checks that these are torch's optimizers, and step without a closure.
 
     Raises:
-        ConfigurationError: one is something else, or there is none.
+        ConfigurationError: one is something else, as LBFGS is, or there is none.
     """
     if not optimizers:
         raise ConfigurationError("optimizer is an empty list: give at least one")
@@ -155,6 +156,12 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
         if not hasattr(each, "_optimizer_step_pre_hooks"):  # accelerate's wrapper says that it is an Optimizer
             raise ConfigurationError(
                 f"optimizer is a {type(each).__name__}, which wraps another: give that one, optimizer.optimizer"
+            )
+        closure = inspect.signature(type(each).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ConfigurationError(
+                f"optimizer is {type(each).__name__}, whose step() computes the loss several times, by a closure: in a "
+                "run the gradients are computed before the step; use another optimizer"
             )
 
 

@@ -189,3 +189,29 @@ def test_in_hybrid_the_trainers_optimizer_and_schedule_are_the_servers(tmp_path:
     assert losses[1] < losses[0]
     steps = logged(tmp_path / "out", 0, "loss")
     assert [line["epoch"] for line in steps] == [2 * line["step"] / 64 for line in steps] and len(steps) == 12
+
+
+def test_one_worker_is_the_trainer_alone_but_for_the_rounding_of_the_exchange(
+    tmp_path: Path, processes: Processes
+) -> None:
+    """To the bit, with bf16 autocast, and with Adafactor, which makes steps of full size of gradients that are mere
+    rounding, such as those of the keys' biases in attention: there a rounding is soon seen."""
+    code, output = processes.run([command("python"), HELPERS / "hf_rounding_job.py", tmp_path], PYTHONPATH=PATH)
+    assert code == 0, output
+    found = torch.load(tmp_path / "found.pt", weights_only=True)
+    for kind in ("autocast", "Adafactor"):
+        assert torch.equal(found[kind, "run"], found[kind, "rounded"]), kind
+        assert not torch.equal(found[kind, "run"], found[kind, ""]), "it shows nothing where nothing is rounded"
+
+
+def test_a_mistake_in_the_callbacks_options_names_the_callback_before_the_trainer_is_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchaudio", None)  # transformers would import it; it may not fit this torch
+    trainer: Any = import_module("fairseq_async.pytorch.hf_trainer")
+    wrong: list[tuple[str, dict[str, Any]]] = [("local_sgd", {"outer": "x"}), ("hybrid_async", {"updates": 1})]
+    for method, options in wrong:
+        with pytest.raises(SystemExit, match="2"):
+            trainer.AsyncCallback(method, **options)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"error: AsyncCallback: {next(iter(options))}" in line or "error: AsyncCallback: unknown" in line, line

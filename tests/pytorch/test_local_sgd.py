@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import LBFGS, SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -301,6 +301,7 @@ def test_what_is_no_model_or_no_optimizer_is_one_line(capsys: pytest.CaptureFixt
         ((optimizer, model), "model is a SGD: give a torch.nn.Module, or a list of them, and then its optimizer"),
         ((model, model.parameters()), "optimizer is a generator: give a torch.optim.Optimizer"),
         ((model, wrapped), "optimizer is a AcceleratedOptimizer, which wraps another: give that one"),
+        ((model, LBFGS(model.parameters())), "optimizer is LBFGS, whose step() computes the loss several times"),
     ]:
         with pytest.raises(SystemExit):
             AsyncLocalSGD(*cast(Any, given))
