@@ -94,7 +94,7 @@ def train(data: Path, tokens: str, kind: str, delay: int, look: str, lr: float, 
         c4.model.zero_grad()
         c4.loss(c4.batch(torch.randint(c4.samples, (BATCH,), generator=draw).tolist()))[0].backward()
         clip_grad_norm_(parameters, CLIP)
-        vector_to_parameters(now, parameters)
+        vector_to_parameters(now.clone(), parameters)  # they become views of it, and the step changes them
         for each in steppers:
             for group in each.param_groups:
                 group["lr"] = rate_at(step, steps, lr)
