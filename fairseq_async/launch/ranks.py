@@ -22,7 +22,7 @@ _ENDING = 10.0  # seconds for the other ranks to end after rank 0 has ended in o
 
 def main() -> None:
     """Ends as the rank whose end has ended the worker."""
-    launcher = None if os.environ[WORKER] == JOINS else os.getppid()  # whose terminal may close before the run ends
+    launcher = None if os.environ.get(WORKER) == JOINS else os.getppid()  # whose terminal may close before the run ends
     line = sys.argv[2:]
     with executing(line[0]):
         ranks = _start(line, int(sys.argv[1]))

@@ -132,7 +132,7 @@ def test_too_few_open_files_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_a_rank_of_a_synchronous_method_cannot_be_joined() -> None:
     with pytest.raises(ConfigurationError, match="^join: a synchronous method has no server to join"):
-        _line(["fairseq-train", "data", "--optimizer", "adasum"])
+        _line(["fairseq-train", "data", "--optimizer", "adasum"], 1)
 
 
 def test_the_package_is_a_program_too(tmp_path: Path) -> None:

@@ -130,10 +130,12 @@ class AsyncEngine(DeepSpeedEngine):
         self._loss = loss.detach().clone()  # with CUDA graphs the next step writes its loss into the same memory
         return super().backward(loss, *args, **kwargs)
 
-    def step(self, *args: object, **kwargs: object) -> None:
+    def step(self, lr_kwargs: object = None) -> None:
         """Steps as DeepSpeed does."""
+        if lr_kwargs:
+            fail("engine.step(lr_kwargs=…): the schedule follows the run's steps; leave lr_kwargs out")
         self._loop_watch.step()
-        super().step(*args, **kwargs)
+        super().step()
 
     def _check_loop(self) -> None:
         """Ends the process with one line if the model is trained before the run, or without ``engine.step()``."""

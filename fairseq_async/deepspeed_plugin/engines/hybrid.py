@@ -18,6 +18,7 @@ from fairseq_async.deepspeed_plugin.compat import (
 )
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
+from fairseq_async.deepspeed_plugin.engines.masters_in_server import answer_for_masters
 from fairseq_async.deepspeed_plugin.engines.tensors import trainable
 from fairseq_async.deepspeed_plugin.engines.zero3 import PartitionedReplica
 from fairseq_async.deepspeed_plugin.schedules import NamedSchedule, show_rates
@@ -82,6 +83,8 @@ class HybridEngine(AsyncEngine):
     ) -> None:
         """Sets the attributes of this class; see :meth:`AsyncEngine.set_up`."""
         super().set_up(async_worker, spec, context, run_dir)
+        if not self.zero_optimization_partition_weights():
+            answer_for_masters(parameter for _, parameter in trainable(self))
         self._has_schedule = self.lr_scheduler is not None
         self._began = self._followed.state_dict()
         self._note_rates()
@@ -180,10 +183,10 @@ class HybridEngine(AsyncEngine):
             return bool(super().is_gradient_accumulation_boundary())
         return self.micro_steps + 1 - self._first >= self._share
 
-    def step(self, *args: object, **kwargs: object) -> None:
+    def step(self, lr_kwargs: object = None) -> None:
         """Steps as :meth:`AsyncEngine.step`; the next gradient may have another number of micro-batches."""
         before = self.global_steps
-        super().step(*args, **kwargs)
+        super().step(lr_kwargs)
         if self.global_steps > before:
             self._begin_share()
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_full_optimizer_state
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -120,6 +121,27 @@ def clear_state(engine: Any, run: Run) -> None:
     step(engine, run)
 
 
+def set_moment(engine: Any, run: Run) -> None:
+    step(engine, run)
+    weight = engine.module.layers[0].weight
+    safe_set_full_optimizer_state(weight, torch.ones_like(weight), "exp_avg")
+    step(engine, run)
+
+
+def set_master(engine: Any, run: Run) -> None:
+    step(engine, run)
+    weight = engine.module.layers[0].weight
+    if run.method == "hybrid_async":
+        assert torch.equal(safe_get_full_fp32_param(weight), weight)
+    safe_set_full_fp32_param(weight, torch.zeros_like(weight))
+    step(engine, run)
+
+
+def steps_of_the_schedule(engine: Any, run: Run) -> None:
+    engine.backward(loss(engine, run))
+    engine.step(lr_kwargs={"last_batch_iteration": 7})
+
+
 def sparse_gradient(engine: Any, run: Run) -> None:
     if run.method == "hybrid_async":
         engine.backward(loss(engine, run))
@@ -206,6 +228,9 @@ CASES = {
     "a decay": refused(change_option("weight_decay", 0.5), '"weight_decay"] of the optimizer was 0.3 and is 0.5', ""),
     "a scheduler": refused(own_scheduler, "the optimizer has a scheduler, but it steps in the server", ""),
     "moments": refused(clear_state, "state of the optimizer was loaded or cleared during the run", ""),
+    "a moment by DeepSpeed's function": refused(set_moment, "exp_avg of hybrid_async's optimizer is in the server", ""),
+    "a master by DeepSpeed's function": refused(set_master, "layers.0.weight", ""),
+    "the schedule's steps": refused(steps_of_the_schedule, "engine.step(lr_kwargs=…): the schedule follows the run"),
     "a gradient in no exchange": Script(
         compared=False,
         local_sgd=UNSTEPPED,

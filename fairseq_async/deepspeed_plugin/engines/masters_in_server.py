@@ -1,0 +1,51 @@
+"""DeepSpeed's ``safe_get_full_…`` and ``safe_set_full_…`` where masters and moments are in the server."""
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fairseq_async.errors import fail
+
+
+def answer_for_masters(parameters: Iterable[Parameter]) -> None:
+    """Makes these parameters answer DeepSpeed's functions, which do nothing without a word where they find no master.
+
+    A master is read as the parameter in fp32, and written by writing the parameter, which the run then finds changed.
+    For moments the process ends with one line.
+    """
+    for parameter in parameters:
+        links = {
+            "get_full_hp_param": partial(_get, parameter),
+            "set_full_hp_param": partial(_set, parameter),
+            "get_full_hp_grad": _no_gradient,
+            "set_full_hp_grad": _no_gradient,
+            "_hp_mapping": None,  # by which DeepSpeed's functions know that there is a master
+        }
+        for name, value in links.items():
+            setattr(parameter, name, value)
+
+
+def _get(parameter: Parameter, optim_state_key: str | None = None) -> Tensor:
+    _check(optim_state_key)
+    return parameter.detach().to(torch.float32, copy=True)
+
+
+@torch.no_grad()
+def _set(parameter: Parameter, value: Tensor, optim_state_key: str | None = None) -> None:
+    _check(optim_state_key)
+    parameter.copy_(value.view_as(parameter))
+
+
+def _check(optim_state_key: str | None) -> None:
+    if optim_state_key is not None:
+        fail(
+            f"{optim_state_key} of hybrid_async's optimizer is in the server, which no script reads or sets: "
+            "leave out safe_get_full_optimizer_state and safe_set_full_optimizer_state"
+        )
+
+
+def _no_gradient(*_: object) -> Tensor:
+    raise ValueError("gradients are only there between backward and step")
