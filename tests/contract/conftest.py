@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.commands import DEEPSPEED, ROOT, Processes, command
-
-VARIABLES = {"fairseq_train": {}, "torch_loop": {"PYTHONPATH": str(ROOT)}}
+from tests.helpers.commands import DEEPSPEED, FRONT_ENDS, Processes, command
 
 
 class Ended(NamedTuple):
@@ -34,7 +32,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
         out, processes = tmp_path_factory.mktemp(front_end), Processes()
         line = [command("python"), "-m", "tests.helpers.contract.job", front_end, out]
         try:
-            code, output = processes.run(line, seconds=600, **VARIABLES.get(front_end, DEEPSPEED))
+            code, output = processes.run(line, seconds=600, **FRONT_ENDS.get(front_end, DEEPSPEED))
         finally:
             processes.end()
         assert code == 0, output[-3000:]
