@@ -26,10 +26,11 @@ from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.initialize import initialize
 from fairseq_async.errors import AsyncError, fail, spell_options
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions, divides_by_default
-from fairseq_async.pytorch.accumulation import follows_shares
+from fairseq_async.pytorch.accumulation import check_counting, follows_shares
 from fairseq_async.pytorch.divided import Division, Place
 from fairseq_async.pytorch.follow_run import FollowRun, Plan, Worker, wrap
 from fairseq_async.server.optimizers.learning_rates import present_rates
+from fairseq_async.worker.start.process import errors_in_one_line
 from fairseq_async.worker.start.server_process import say
 from fairseq_async.worker.start.world import enter_world, entered_world
 
@@ -161,12 +162,8 @@ def _complete_configuration(
         # the Trainer would keep its schedule for itself, and step it by this worker's own steps
         name = args.deepspeed if isinstance(args.deepspeed, str) else _launched_with() or "config"
         fail(f'{name}: the Trainer keeps its learning-rate schedule from the run: add "optimizer": {_OPTIMIZER}')
-    if (context := entered_world()) is not None:
-        section = config.config[_SECTION]
-        section["total_steps"] = steps
-        can_divide = section.get("method") == "hybrid_async" and follows_shares(Trainer)
-        if can_divide and divides_by_default(section | _automatic, args.gradient_accumulation_steps, context.workers):
-            _automatic["shares"] = "auto"
+    if entered_world() is not None:
+        config.config[_SECTION]["total_steps"] = steps
     original(config, args, model, steps)
 
 
@@ -209,6 +206,13 @@ def _plan_training(original: Callable[..., Plan], trainer: Trainer, *args: objec
     if context is None:
         return original(trainer, *args)
     section = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config[_SECTION]
+    number = trainer.args.gradient_accumulation_steps
+    can_divide = section.get("method") == "hybrid_async" and follows_shares(trainer)
+    if can_divide and divides_by_default(section | _automatic, number, context.workers):
+        _automatic["shares"] = "auto"
+    if _automatic.get("shares") == "auto":
+        with errors_in_one_line():
+            check_counting(trainer)
     steps = section.get("total_steps", "auto")
     flow = FollowEngine(trainer, _worker_side, _take_parameters, lambda: None)
     return flow.plan(original(trainer, *args), args[1], 0 if steps == "auto" else steps, context.workers, False)

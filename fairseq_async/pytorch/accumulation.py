@@ -1,5 +1,6 @@
 """A ``Trainer`` each of whose steps accumulates as many micro-batches as the server has assigned."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -11,9 +12,36 @@ from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.worker.hybrid import HybridWorker
 
 
-def follows_shares(trainer: Trainer | type[Trainer]) -> bool:
-    """Whether the loop of this version of transformers is one that :class:`Accumulation` knows."""
-    return hasattr(trainer, "_run_epoch")
+def follows_shares(trainer: Trainer) -> bool:
+    """Whether the loop of this version of transformers is one that :class:`Accumulation` knows, and the script's own
+    code does not count the micro-batches of a step itself."""
+    return hasattr(trainer, "_run_epoch") and not _counts_itself(trainer)
+
+
+def check_counting(trainer: Trainer) -> None:
+    """Checks that a script which asks for shares does not count the micro-batches of a step itself.
+
+    Raises:
+        ConfigurationError: it does.
+    """
+    if name := _counts_itself(trainer):
+        raise ConfigurationError(
+            f"{name} reads args.gradient_accumulation_steps, and with {option('shares')} auto a step may have another "
+            "number of micro-batches: take self.current_gradient_accumulation_steps, or give equal"
+        )
+
+
+def _counts_itself(trainer: Trainer) -> str:
+    """Returns the name of what the script has written for this ``Trainer`` that reads
+    ``args.gradient_accumulation_steps``, as to divide a loss by it; "" if nothing does."""
+    kinds, found = type(trainer).__mro__, {"compute_loss_func": trainer.compute_loss_func}
+    for kind in kinds[: kinds.index(Trainer)]:
+        found |= {f"{kind.__name__}.{name}": each for name, each in vars(kind).items()}
+    for name, each in found.items():
+        code = getattr(inspect.unwrap(each) if callable(each) else each, "__code__", None)
+        if code is not None and "gradient_accumulation_steps" in code.co_names:
+            return str(name)
+    return ""
 
 
 class AccumulationSteps(int):

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions, divides_by_default
-from fairseq_async.pytorch.accumulation import follows_shares
+from fairseq_async.pytorch.accumulation import check_counting, follows_shares
 from fairseq_async.pytorch.divided import Division, Place
 from fairseq_async.pytorch.follow_run import FollowRun, Plan, RunSchedule, wrap
 from fairseq_async.pytorch.hybrid import HybridAsync
@@ -190,6 +190,7 @@ class AsyncCallback(TrainerCallback):
                 "AsyncCallback: shares is auto: give TrainingArguments gradient_accumulation_steps of at least 2 to be "
                 "divided"
             )
+        check_counting(self._trainer)
         return {"shares": "auto", "micro_batches": number}
 
     def _restore(self, training: AsyncTraining, path: Path) -> None:

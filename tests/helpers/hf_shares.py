@@ -29,13 +29,14 @@ AVERAGE, STEPS = 4, 6
 
 class Case(NamedTuple):
     """A run: the shares that its server gives, its options, whether its loss is a mean of tokens, whether its data have
-    no length, and what it goes on from."""
+    no length, whether its script counts the micro-batches of a step itself, and what it goes on from."""
 
     deepspeed: bool = False
     given: str = "6,2"
     options: dict[str, Any] = {"barrier": True, "shares": "auto"}
     by_tokens: bool = False
     endless: bool = False
+    counts_itself: bool = False
     goes_on: str = ""
 
 
@@ -47,11 +48,22 @@ CASES = {
     "equal shares": Case(given="4,4"),
     "equal": Case(options={"barrier": True, "shares": "equal"}),
     "by default": Case(options={}),
+    "counting": Case(options={}, counts_itself=True),
+    "counting, auto": Case(counts_itself=True),
     "deepspeed": Case(deepspeed=True),
     "deepspeed, by default": Case(deepspeed=True, options={}),
+    "deepspeed, counting": Case(deepspeed=True, options={}, counts_itself=True),
+    "deepspeed, counting, auto": Case(deepspeed=True, counts_itself=True),
     "deepspeed, resumed": Case(deepspeed=True, goes_on="deepspeed"),
     "deepspeed, tokens": Case(deepspeed=True, by_tokens=True),
 }
+
+
+class Counting(Trainer):
+    """As many scripts have it."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) / self.args.gradient_accumulation_steps
 
 
 class Steps(TrainerCallback):
@@ -96,7 +108,8 @@ def train(name: str, out: Path, worker: int) -> None:
         disable_tqdm=True,
         **given,
     )
-    trainer = Trainer(net, arguments, train_dataset=EndlessSines() if case.endless else Sines(), **own)
+    kind = Counting if case.counts_itself else Trainer
+    trainer = kind(net, arguments, train_dataset=EndlessSines() if case.endless else Sines(), **own)
     trainer.train(resume_from_checkpoint=before)
     assert type(trainer.args.gradient_accumulation_steps) is int
     left = {"samples": net.samples, "losses": net.losses, "log": trainer.state.log_history}

@@ -101,6 +101,15 @@ def test_shares_are_the_default_of_a_trainer_that_accumulates(out: Path, name: s
     assert [len(step) // BATCH for step in first["samples"][:2]] == [4, 6]
 
 
+@pytest.mark.parametrize("name", ["counting", "deepspeed, counting"])
+def test_a_script_that_counts_micro_batches_itself_has_equal_shares(out: Path, name: str) -> None:
+    """Its losses are divided by the average number, whatever the number of its step."""
+    first, _ = left(out, name)
+    assert [len(step) // BATCH for step in first["samples"][:2]] == [4, 4]
+    said = (out / f"{name}, auto.log").read_text()
+    assert "Counting.compute_loss reads args.gradient_accumulation_steps" in said and "Traceback" not in said
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
