@@ -134,9 +134,9 @@ def main() -> None:
     out = Path(sys.argv[1])
     for name, case in CASES.items():
         (out / name).mkdir()
-        server = start(name, out)
+        server, started = start(name, out), []
         for worker in range(2):
-            if os.fork() == 0:
+            if (process := os.fork()) == 0:
                 place = {"RANK": str(worker), "LOCAL_RANK": str(worker)} if case.deepspeed else {WORKER: str(worker)}
                 os.environ |= place
                 torch.set_num_threads(1)
@@ -144,8 +144,9 @@ def main() -> None:
                     os.dup2(log.fileno(), 1)
                     os.dup2(log.fileno(), 2)
                 return train(name, out, worker)  # and ends, as a script would
-        for _ in range(2):
-            os.wait()
+            started.append(process)
+        for process in started:
+            os.waitpid(process, 0)  # the server, which ends with them, is a child of this process too
         if server is not None:
             server.stop()
             for each in (SERVER, TOKEN, WORKERS):
