@@ -1,6 +1,7 @@
 """Workers and servers in threads of this process."""
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -86,6 +88,18 @@ def local_sgd(run_dir: Path, workers: int = 2, host: str = "127.0.0.1", **option
 _Result = TypeVar("_Result")
 
 
+class _Hooks(OrderedDict[int, Any]):
+    """The hooks before the steps of all optimizers, which one thread may change while another one calls them.
+
+    torch keeps them for the whole process and calls them in a loop over ``values()``. A worker that leaves its block
+    takes its hook out, which would end the loop of another thread's step with an error; workers in processes have hooks
+    of their own.
+    """
+
+    def values(self) -> Any:
+        return list(super().values())
+
+
 class ThreadWorkers:
     """Runs a function as each worker of a run.
 
@@ -98,6 +112,7 @@ class ThreadWorkers:
         self.server = ThreadServer(workers, run_dir, build=build)
         monkeypatch.setenv(SERVER, self.server.address)
         monkeypatch.setenv(TOKEN, self.server.token)
+        monkeypatch.setattr(torch_optimizer, "_global_optimizer_pre_hooks", _Hooks())
         monkeypatch.setattr(WorkerContext, "find", lambda: WorkerContext(self._here.worker, workers))
 
     def run(self, train: Callable[[int], _Result]) -> list[_Result]:
