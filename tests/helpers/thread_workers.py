@@ -110,6 +110,7 @@ class ThreadWorkers:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, workers: int, build: Build) -> None:
         self.workers, self._here = workers, threading.local()
         self.server = ThreadServer(workers, run_dir, build=build)
+        monkeypatch.chdir(run_dir)  # workers keep states for moments in a folder of the current one
         monkeypatch.setenv(SERVER, self.server.address)
         monkeypatch.setenv(TOKEN, self.server.token)
         monkeypatch.setattr(torch_optimizer, "_global_optimizer_pre_hooks", _Hooks())
