@@ -192,3 +192,62 @@ def test_the_grace_of_several_micro_batches_is_a_share_of_them_all() -> None:
     waiting.begin_work(1, 100.0)
     waiting.continues(0, (), 102.0)
     assert waiting.continues(None, [1], 102.0) and waiting.deadline == pytest.approx(102.9 + 1.0)
+
+
+def shared(waiting: NearArrivals, *shares: tuple[int, float]) -> NearArrivals:
+    """Each worker has measured its seconds a micro-batch, and begins its share of a step at 100."""
+    for worker, (_, seconds) in enumerate(shares):
+        waiting.begin_work(worker, 0.0)
+        waiting.continues(worker, (), seconds)
+    waiting.close()
+    for worker, (number, _) in enumerate(shares):
+        waiting.begin_work(worker, 100.0, number)
+    return waiting
+
+
+BALANCED = (6, 1.03), (3, 2.05), (1, 4.1)
+"""6.2, 6.15 and 4.1 seconds: the last one is done 2.1 before the first, which is more than half of its step."""
+
+
+def test_who_is_done_first_with_its_share_waits_for_the_others_of_the_step() -> None:
+    waiting = shared(NearArrivals(0.5), *BALANCED)
+    waiting.continues(2, (), 104.1)
+    assert waiting.continues(None, [0, 1], 104.1) and waiting.deadline == pytest.approx(106.18 + 2.05)
+    waiting.continues(0, (), 106.18)
+    assert waiting.continues(None, [1], 106.16)
+    waiting.continues(1, (), 106.2)
+    assert not waiting.continues(None, [], 106.2)
+
+
+def test_who_does_not_come_with_its_share_costs_the_others_a_grace_once() -> None:
+    waiting = shared(NearArrivals(0.5), *BALANCED)
+    waiting.continues(2, (), 104.1)
+    waiting.continues(1, (), 106.15)
+    assert waiting.continues(None, [0], 106.15) and waiting.deadline == pytest.approx(106.18 + 2.05)
+    assert not waiting.continues(None, [0], 108.24)
+    waiting.close()
+    waiting.begin_work(1, 108.24, 6)
+    waiting.begin_work(2, 108.24, 3)
+    waiting.continues(2, (), 120.5)
+    assert waiting.continues(None, [0, 1], 120.5)
+    waiting.remove_worker(1)
+    assert not waiting.continues(None, [0], 120.5), "who hangs began its share before this step"
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [((3, 1.0), (1, 5.0)), ((1, 1.0), *[(1, 1.6)] * 9), ((6, 1.03), (3, 2.05), (1, 5.5), (1, 9.5))],
+    ids=["one is too slow for its one micro-batch", "a fast one, with an equal share", "one of four is too slow"],
+)
+def test_a_step_that_would_waste_its_workers_time_is_not_waited_for(shares: tuple[tuple[int, float], ...]) -> None:
+    waiting = shared(NearArrivals(0.5), *shares)
+    waiting.continues(0, (), 100.0 + shares[0][0] * shares[0][1])
+    last = len(shares) - 1
+    assert not waiting.continues(None, [last], 100.0 + shares[0][0] * shares[0][1])
+
+
+def test_another_server_goes_on_with_the_step_and_its_shares() -> None:
+    waiting, again = shared(NearArrivals(0.5), *BALANCED), NearArrivals(0.5)
+    again.load_state_dict(waiting.state_dict())
+    again.continues(2, (), 104.1)
+    assert again.continues(None, [0, 1], 104.1)

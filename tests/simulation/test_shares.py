@@ -161,6 +161,12 @@ def test_equal_workers_are_not_changed_to_the_bit(tmp_path: Path, waits: dict[st
     assert torch.equal(ours.parameters, theirs.parameters) and ours.now == theirs.now
 
 
+def test_who_is_done_first_by_rounding_does_not_step_alone(tmp_path: Path) -> None:
+    """Shares of 6, 6, 3 and 1: the last worker is done 2.1 seconds before the first, more than half of its step."""
+    _, log = run(tmp_path, AUTO, **cluster(1.03, 1.03, 2.05, 4.1))
+    assert {receipt.staleness for time, receipt, _ in log.events if time > 60.0} == {0}
+
+
 @pytest.mark.parametrize("seconds", [(1.0, 3.0), (NOISY, NOISY | {"mean": 3.0})], ids=["steady", "noisy"])
 def test_without_a_barrier_a_step_counts_micro_batches(tmp_path: Path, seconds: tuple[Any, ...]) -> None:
     """Two workers share eight. A step of one gradient alone is of fewer, also where that is more than half of them."""

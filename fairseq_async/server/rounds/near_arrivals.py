@@ -11,6 +11,7 @@ from fairseq_async.server.rounds.waiting import Waiting
 _REMEMBERED = 5  # last steps of a worker: one odd batch among them does not move their median
 _DEVIATION = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
 _ROUNDING = 1e-9  # of the time that work takes
+_BUSY = 0.9  # of its workers' time, that a step of unequal shares has to use to be waited for as a whole
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class NearArrivals(Waiting):
     So workers of about equal speed step together, however uneven their batches are; a fast worker never waits for one
     that is much slower; and a slow worker, for which half a step is long, waits for the fast ones.
 
+    Workers of unequal numbers of micro-batches were given them to be done together, as nearly as whole micro-batches
+    allow. All workers that have begun since the last step are then near, whenever they are due, if their step uses at
+    least nine tenths of their time until the last of them is due. Otherwise one of them, with its single micro-batch,
+    is too slow for the others to wait for it.
+
     A near worker that does not come is waited for until a grace after it was due. A wrong estimate costs that much
     once: afterwards the worker is not near any more. In the first step no time is known, and all workers are taken to
     be as fast as the first that comes; later no step waits for a worker's first gradient.
@@ -64,6 +70,7 @@ class NearArrivals(Waiting):
         self._step_times: dict[int, StepTime] = {}  # from _took; kept, since each arrival needs those of all workers
         self._waiting: dict[int, float] = {}  # since when the gradient of each worker waits
         self._first_step = True
+        self._in_step: set[int] = set()  # workers that have begun their present work since the last step
 
     def awaited(self, membership: Membership, now: float) -> set[int]:
         """Here also those that have sent nothing yet: about first gradients this class decides by itself."""
@@ -76,6 +83,7 @@ class NearArrivals(Waiting):
         """If a worker asks again without a gradient, the first time counts."""
         self._begun.setdefault(worker, now)
         self._micro_batches[worker] = micro_batches
+        self._in_step.add(worker)
 
     def _arrive(self, worker: int, now: float) -> None:
         if worker in self._begun:
@@ -94,8 +102,10 @@ class NearArrivals(Waiting):
         grace = min(graces.values(), default=0.0)
         expected = [worker for worker in others if worker in self._begun and self._is_known(worker)]
         times = {worker: self._step_times.get(worker, fastest).seconds for worker in expected}
-        due = [self._begun[worker] + self._number(worker) * seconds for worker, seconds in times.items()]
-        near = [at + grace for at in due if at <= until + _ROUNDING * grace and at + grace > now]
+        due = {worker: self._begun[worker] + self._number(worker) * seconds for worker, seconds in times.items()}
+        together = self._in_step if self._is_balanced() else set[int]()
+        in_time = [at for worker, at in due.items() if worker in together or at <= until + _ROUNDING * grace]
+        near = [at + grace for at in in_time if at + grace > now]
         self.deadline = max(near, default=now)
         return bool(near)
 
@@ -103,13 +113,23 @@ class NearArrivals(Waiting):
         """The successor of a worker may have another speed."""
         for known in (self._begun, self._took, self._step_times, self._waiting, self._micro_batches):
             known.pop(worker, None)
+        self._in_step.discard(worker)
         if not self._waiting:
             self.deadline = None
 
     def close(self) -> None:
         if self._waiting:
             self._first_step = False
-        self.deadline, self._waiting = None, {}
+        self.deadline, self._waiting, self._in_step = None, {}, set()
+
+    def _is_balanced(self) -> bool:
+        """Whether the workers of the step have unequal shares, with which they are done at about the same time."""
+        numbers = {worker: self._number(worker) for worker in self._in_step}
+        if len(set(numbers.values())) < 2 or not self._step_times.keys() >= numbers.keys():
+            return False
+        times = {worker: self._step_times[worker].seconds for worker in numbers}
+        longest = max(numbers[worker] * times[worker] for worker in numbers)
+        return sum(numbers.values()) >= _BUSY * sum(longest / seconds for seconds in times.values())
 
     def _is_known(self, worker: int) -> bool:
         return self._first_step or worker in self._took
@@ -129,11 +149,13 @@ class NearArrivals(Waiting):
 
     def state_dict(self) -> State:
         waiting = {"deadline": self.deadline, "waiting": self._waiting, "first_step": self._first_step}
-        return waiting | {"begun": self._begun, "took": self._took, "micro_batches": self._micro_batches}
+        work = {"begun": self._begun, "micro_batches": self._micro_batches, "in_step": sorted(self._in_step)}
+        return waiting | work | {"took": self._took}
 
     def load_state_dict(self, state: State) -> None:
         self.deadline, self._begun, self._waiting = state["deadline"], dict(state["begun"]), dict(state["waiting"])
         self._first_step = state["first_step"]
         self._micro_batches = dict(state.get("micro_batches", {}))  # not in an older one
+        self._in_step = set(state.get("in_step", ()))  # likewise
         self._took = {worker: list(took) for worker, took in state["took"].items()}
         self._step_times = {worker: StepTime.of(took) for worker, took in self._took.items()}
