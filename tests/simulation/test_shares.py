@@ -190,6 +190,20 @@ def test_no_gradient_is_late_and_the_step_takes_half_the_time(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("method", [SHARES, AUTO], ids=["barrier", "near arrivals"])
+def test_a_simulated_worker_that_becomes_slower_has_new_shares_within_five_steps(
+    tmp_path: Path, method: dict[str, Any]
+) -> None:
+    """Five steps have 40 micro-batches. The worker becomes four times slower after five whole steps."""
+    trace = tmp_path / "trace.txt"
+    trace.write_text("1\n" * 20 + "4\n" * 200)
+    _, log = run(tmp_path, method, **cluster(1.0, {"trace": str(trace)}))
+    given = [(receipt.worker, report.micro_batches or 0) for _, receipt, report in log.events]
+    total = [sum(number for _, number in given[: at + 1]) for at in range(len(given))]
+    assert {each for each, at in zip(given, total, strict=True) if at <= 40} == {(0, 4), (1, 4)}
+    assert {each for each, at in zip(given, total, strict=True) if at > 80} == {(0, 7), (1, 1)}
+
+
+@pytest.mark.parametrize("method", [SHARES, AUTO], ids=["barrier", "near arrivals"])
 def test_a_simulation_that_is_stopped_goes_on_to_the_bit(tmp_path: Path, method: dict[str, Any]) -> None:
     given = experiment(tmp_path, methods={"it": method}, **cluster(NOISY, NOISY | {"mean": 3.0}))
     whole = trial(given)
