@@ -234,6 +234,13 @@ def test_who_does_not_come_with_its_share_costs_the_others_a_grace_once() -> Non
     assert not waiting.continues(None, [0], 120.5), "who hangs began its share before this step"
 
 
+@pytest.mark.parametrize(("others", "waits"), [(2, True), (1, False)], ids=["86%", "79%"])
+def test_a_step_is_waited_for_if_it_uses_four_fifths_of_its_workers_time(others: int, waits: bool) -> None:
+    waiting = shared(NearArrivals(0.5), (1, 1.0), *[(2, 0.9)] * others)
+    waiting.continues(0, (), 101.0)
+    assert waiting.continues(None, range(1, 1 + others), 101.0) is waits
+
+
 @pytest.mark.parametrize(
     "shares",
     [((3, 1.0), (1, 5.0)), ((1, 1.0), *[(1, 1.6)] * 9), ((6, 1.03), (3, 2.05), (1, 5.5), (1, 9.5))],

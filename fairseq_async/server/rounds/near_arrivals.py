@@ -11,7 +11,7 @@ from fairseq_async.server.rounds.waiting import Waiting
 _REMEMBERED = 5  # last steps of a worker: one odd batch among them does not move their median
 _DEVIATION = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
 _ROUNDING = 1e-9  # of the time that work takes
-_BUSY = 0.9  # of its workers' time, that a step of unequal shares has to use to be waited for as a whole
+_BUSY = 0.8  # of its workers' time, that a step of unequal shares has to use to be waited for as a whole
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class NearArrivals(Waiting):
 
     Workers of unequal numbers of micro-batches were given them to be done together, as nearly as whole micro-batches
     allow. All workers that have begun since the last step are then near, whenever they are due, if their step uses at
-    least nine tenths of their time until the last of them is due. Otherwise one of them, with its single micro-batch,
+    least four fifths of their time until the last of them is due. Otherwise one of them, with its single micro-batch,
     is too slow for the others to wait for it.
 
     A near worker that does not come is waited for until a grace after it was due. A wrong estimate costs that much
