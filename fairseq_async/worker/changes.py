@@ -22,7 +22,8 @@ class ParameterWatch:
 
     The fingerprint is of the bits, so that it does not matter how a parameter was changed: in place, through ``data``,
     or by another tensor as its ``data``. It takes one pass over the memory; on a GPU one kernel for each tensor, and
-    the process waits for the device once, when it compares.
+    the process waits for the device once, when it compares. Values that only change places within a row of 127 words
+    do not show.
 
     Args:
         named: the parameters with their names.
@@ -166,7 +167,7 @@ def _by_parameter(fingerprints: dict[torch.device, Tensor], named: Sequence[tupl
 @torch.no_grad()
 def _fingerprints(tensors: Iterable[Tensor]) -> Tensor:
     """Returns a number for each of these tensors of one device: Σ wᵢ · rowᵢ mod 2⁶⁴, with odd wᵢ that depend on the
-    place, so that values that have changed places show too."""
+    row's place, so that values that have changed rows show too."""
     rows = [_rows(tensor) for tensor in tensors]
     sums = torch.cat([part for parts in rows for part in parts])
     totals = sums.mul_(torch.arange(1, 2 * len(sums), 2, device=sums.device)).cumsum(0)

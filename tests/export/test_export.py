@@ -168,6 +168,25 @@ def test_a_fairseq_checkpoint_that_is_newer_than_the_snapshots_is_exported(tmp_p
     assert equal(torch.load(tmp_path / "out.pt", weights_only=True)["model"], content["model"])
 
 
+@pytest.mark.parametrize(("version", "newer"), [(8, False), (9, True), (10, True)])
+def test_of_a_finished_runs_file_and_fairseqs_checkpoint_the_newer_is_exported(
+    tmp_path: Path, version: int, newer: bool
+) -> None:
+    """Of an equal version the checkpoint, which has the rest of the model."""
+    run = run_with_snapshots(tmp_path / "save")
+    write_final(run, Layout.of(NAMED), VALUES + 1, 9)
+    content = torch.load(fairseq_checkpoint(run), weights_only=True)
+    content["last_optimizer_state"] = state(server={"version": 7, "parameters": VALUES})
+    content["extra_state"]["async_server"] = state(server={"version": version, "parameters": VALUES})
+    torch.save(content, run / "checkpoint_last.pt")
+    export(run, tmp_path / "out.pt")
+    half = {name: (value + 1).half() for name, value in TRAINED.items()}
+    rest = {"out.weight": half["head.weight"], "version": content["model"]["version"]}
+    assert equal(
+        torch.load(tmp_path / "out.pt", weights_only=True)["model"], content["model"] if newer else half | rest
+    )
+
+
 def broken(folder: Path) -> Path:
     (folder / "file.pt").write_bytes(b"nothing")
     return folder / "file.pt"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fairseq_async.errors import ConfigurationError, as_argument, as_flag, as_key, spell_options
 from fairseq_async.method import methods, option_flags
 from fairseq_async.method.methods import OuterRule, register_outer_rule
-from fairseq_async.method.spec import MethodSpec, hybrid_spec, local_sgd_spec
+from fairseq_async.method.spec import MethodSpec, ServerSettings, global_spec, hybrid_spec, local_sgd_spec
 from fairseq_async.options.config import (
     AdasumOptions,
     DelayedNesterovOptions,
@@ -318,3 +318,126 @@ def test_look_ahead_is_switched_by_a_word(flags: list[str], ahead: bool) -> None
     option_flags.add_method_flags(parser, "local_sgd")
     args = parser.parse_args(["--outer", "heloco", *flags])
     assert option_flags.method_options(LocalSGDOptions, args, {}).model_dump()["start_ahead"] is ahead
+
+
+SERVER_IN_SHARDS = ServerOptions(
+    worker_timeout=7.0, snapshot_seconds=8.0, max_update_norm_ratio=9.0, server_shards="2,a:1,b:2", record=True
+)
+IN_SHARDS = ServerSettings(7.0, 8.0, 9.0, 2, "a:1,b:2", "cpu", True)
+
+
+def test_the_description_of_a_hybrid_run_has_each_option_in_its_place() -> None:
+    """No two numbers are equal."""
+    options = HybridOptions(micro_batches=4, shares="auto", look_ahead=6.0, seed=11, total_steps=12)
+    expected = MethodSpec(
+        method="hybrid_async",
+        workers=3,
+        options=options.model_dump(exclude={"barrier", "total_steps"}),
+        server=IN_SHARDS,
+        framework={"clip_norm": 1.5},
+        barrier=3,
+        closes_early=True,
+        look_ahead=6.0,
+        waits_for_dead=False,
+        micro_batches=4,
+        whole_steps=13,
+        max_epoch=5,
+    )
+    assert hybrid_spec(options, 3, SERVER_IN_SHARDS, {"clip_norm": 1.5}, 13, 5) == expected
+    assert expected.server.hosts == ["a:1", "b:2"] and expected.server.shards == 4 and not expected.full_rounds
+    barrier = HybridOptions(barrier=True, updates_per_step=2, micro_batches=4)
+    fixed = hybrid_spec(barrier, 3, None, {}, 13, 5)
+    assert fixed == MethodSpec(
+        method="hybrid_async",
+        workers=3,
+        options=barrier.model_dump(exclude={"barrier", "total_steps"}),
+        barrier=2,
+        last_version=13,
+        max_epoch=5,
+    )
+    assert fixed.full_rounds and fixed.total_steps == expected.total_steps == 13
+
+
+def test_the_description_of_a_run_of_local_sgd_has_each_option_in_its_place() -> None:
+    own = {"outer": "nesterov", "grace_period": 2.0, "staleness_power": -0.5, "staleness_limit": 4}
+    options = methods.parse(LocalSGDOptions, own | {"delay_compensation": 0.25, "total_steps": 12}, "test")
+    server = ServerOptions(worker_timeout=7.0)
+    assert local_sgd_spec(options, 3, [8, 9], server, {"update_freq": [1]}, 5) == MethodSpec(
+        method="local_sgd",
+        workers=3,
+        options=options.model_dump(exclude={"shards"}),
+        server=ServerSettings(worker_timeout=7.0),
+        framework={"update_freq": [1]},
+        barrier=3,
+        grace_period=2.0,
+        counts_in_rounds=True,
+        waits_for_dead=False,
+        publishes=False,
+        max_epoch=5,
+        shards=[8, 9],
+        staleness_power=-0.5,
+        staleness_limit=4,
+        delay_compensation=0.25,
+    )
+
+
+def test_a_global_servers_run_has_the_steps_of_all_regions_and_the_settings_of_its_regions_servers() -> None:
+    given = "a:1,region=1,updates=6,merge=0.5,outer_lr=0.2,staleness_limit=9"
+    region = methods.parse(LocalSGDOptions, {"upstream": given, "total_steps": 40, "local_steps": 5}, "test")
+    spec = local_sgd_spec(region, 3, [], ServerOptions(worker_timeout=7.0), {})
+    assert spec.upstream is not None
+    above = global_spec(spec, spec.upstream, 2)
+    rule = {"outer": "delayed_nesterov", "outer_lr": 0.2, "staleness_limit": 9}
+    options = methods.parse(LocalSGDOptions, rule | {"total_steps": 120, "local_steps": 1 << 20}, "test")
+    framework: dict[str, Any] = {"of_regions": True, "updates": 6, "merge": 0.5}
+    server = ServerOptions(worker_timeout=7.0)
+    assert above == replace(local_sgd_spec(options, 2, [], server, framework), waits_for_dead=True)
+    assert above.of_regions and not spec.of_regions and above.workers == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"options": {"local_steps": 6, "seed": 1}}, "--local-steps"),
+        ({"options": {"local_steps": 5, "seed": 2}}, "--seed"),
+        ({"options": {"local_steps": 5, "seed": 1, "delay": 2}}, "--delay"),
+        ({"server": ServerSettings(record=True)}, "--record"),
+        ({"workers": 4}, "number of workers"),
+        ({"shards": [4, 3]}, "training set"),
+        ({"max_epoch": 3}, "number of epochs"),
+        ({"last_version": 3}, "number of steps"),
+        ({"framework": {"clip_norm": 2.0}}, "gradient clipping"),
+        ({"framework": {"clip_norm": 1.0, "inner_optimizer": {}}}, "inner optimizer"),
+        ({"framework": {"clip_norm": 1.0, "fused": True}}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_the_first_difference_between_two_descriptions_is_named_from_both_sides(
+    change: dict[str, Any], said: str | None
+) -> None:
+    ours = MethodSpec("local_sgd", 3, {"local_steps": 5, "seed": 1}, framework={"clip_norm": 1.0}, shards=[3, 4])
+    expected = None if said is None else f"{said} than the others"
+    theirs = replace(ours, **change)
+    assert (ours.difference(theirs), theirs.difference(ours)) == (expected, expected)
+
+
+def test_a_fragments_turn_has_its_part_of_the_local_steps() -> None:
+    options = methods.parse(LocalSGDOptions, {"fragments": 3, "local_steps": 12, "fragment_delay": 2}, "test")
+    spec = local_sgd_spec(options, 2, [], None, {})
+    turn = spec.of_a_fragment()
+    changed = {"fragments": 1, "fragment_delay": 0, "local_steps": 4}
+    assert (spec.fragments, turn.fragments) == (3, 1)
+    assert turn == replace(spec, options=spec.options | changed)
+    assert turn.of_a_fragment() is turn
+
+
+def test_a_description_as_long_as_another_keeps_all_else() -> None:
+    """Its rates are another's only where the lengths differ; seeds and clipping stay its own."""
+    framework: dict[str, Any] = {"learning_rates": [[0.1]] * 7, "clip_norm": 1.0}
+    ours = hybrid_spec(HybridOptions(seed=2), 3, None, framework, 7)
+    other = hybrid_spec(HybridOptions(seed=3), 3, None, {"learning_rates": [[0.2]] * 9, "clip_norm": 2.0}, 9)
+    expected = replace(ours, framework=framework | {"learning_rates": [[0.2]] * 9}, whole_steps=9)
+    assert ours.as_long_as(other) == expected
+    same = replace(other, whole_steps=7)
+    assert ours.as_long_as(same) == ours

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from fairseq_async.protocol import (
     Request,
     Segment,
     Status,
+    division,
     encode,
     parse_answer,
     parse_request,
@@ -269,3 +270,95 @@ def test_a_refusal_is_raised_and_an_answer_to_another_question_is_a_protocol_err
 def test_a_request_is_no_answer() -> None:
     with pytest.raises(MalformedMessageError):
         parse_answer(encode(Push(0, 0, 1.0)), PushReply)
+
+
+def nested(depth: int) -> JsonObject:
+    """A position whose lists and mappings lie so deep in it."""
+    value: Any = 1
+    for level in range(depth):
+        value = [value] if level % 2 else {"a": value}
+    return {"at": value}
+
+
+@pytest.mark.parametrize(
+    ("position", "said"),
+    [
+        (nested(7), None),
+        (nested(8), "it is nested deeper than 8 levels"),
+        ({"a": [(1 << 63) - 1, -(1 << 63)]}, None),
+        ({"a": [[0], [1 << 63]]}, "a number in it has more than 64 bits"),
+        ({"a": {"b": -(1 << 63) - 1}}, "a number in it has more than 64 bits"),
+        ({"a": "x" * ((1 << 15) - len('{"a": ""}'))}, None),
+        ({"a": "x" * ((1 << 15) - len('{"a": ""}') + 1)}, "it has more than 32768 bytes"),
+    ],
+    ids=["deep", "too deep", "64 bits", "more in a list", "more in a mapping", "long", "too long"],
+)
+def test_a_position_is_bounded_since_snapshots_and_logs_have_it(position: JsonObject, said: str | None) -> None:
+    body = encode(push := Push(0, 0, 1.0, Report(position)))
+    if said is None:
+        assert parse_request(body) == push
+    else:
+        with pytest.raises(MalformedMessageError, match=f"report: position: Value error, {said}"):
+            parse_request(body)
+
+
+def test_every_field_of_a_report_and_of_an_assignment_goes_there_and_back() -> None:
+    """No two of them are equal."""
+    kinds = {"position": {"at": 1}, "payload": "ab", "start_payload": "cd", "missing": "ef", "first_batch": "gh"}
+    report = Report(**{each.name: kinds.get(each.name, 3 + at) for at, each in enumerate(fields(Report))})
+    push = Push(100, 101, 102.0, report, norm=103.0, pulls=True)
+    assert parse_request(encode(push)) == push
+    numbers = {each.name: 3 + at for at, each in enumerate(fields(Assignment))}
+    assignment = Assignment(**numbers | {"idle": True})
+    reply = protocol.WorkReply(False, assignment)
+    assert parse_answer(encode(reply), protocol.WorkReply) == reply
+
+
+SIZES = (4, 4, 4, 3, 3, 2)
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize(("shards", "hosts"), [(1, ""), (2, ""), (2, "a:1,b:2"), (1, "a:1")])
+def test_the_parts_of_server_and_hosts_are_the_whole_model_in_its_order(
+    fragments: int, shards: int, hosts: str
+) -> None:
+    layout = Layout(tuple(Segment(f"t{at}", (size,), "float32") for at, size in enumerate(SIZES)))
+    options: JsonObject = {} if hosts else {"outer": "nesterov", "fragments": fragments, "local_steps": 6}
+    spec = MethodSpec("local_sgd", 2, options, ServerSettings(server_shards=shards, shard_hosts=hosts))
+    own, others = division.local_part(spec, layout), division.host_parts(spec, layout)
+    assert len(others) == len(spec.server.hosts)
+    parts = [own, *others]
+    assert [at for part in parts for at in range(len(SIZES))[part.tensors]] == list(range(len(SIZES)))
+    assert [at for part in parts for at in range(layout.size)[part.elements]] == list(range(layout.size))
+    assert all(part.size == sum(SIZES[part.tensors]) > 0 for part in parts)
+    exchanged = division.exchanged(spec, layout)
+    assert exchanged == ((own,) if hosts else layout.fragments(spec.fragments))
+    for fragment, of_it in zip(layout.fragments(spec.fragments), division.divided(spec, layout), strict=True):
+        inside = [at for part in of_it for at in range(fragment.size)[part.elements]]
+        assert inside == list(range(fragment.size)) and len(of_it) == min(
+            spec.server.shards, len(SIZES[fragment.tensors])
+        )
+    with pytest.raises(RefusedError, match="server-shards makes 7 shards: .* 6 tensors"):
+        division.divided(replace(spec, server=replace(spec.server, server_shards=7 - len(spec.server.hosts))), layout)
+
+
+def rows(*given: tuple[str, int, str]) -> Layout:
+    return Layout(tuple(Segment(name, (2, size), kind) for name, size, kind in given))
+
+
+MODEL = rows(("a", 3, "float32"), ("b", 4, "float32"), ("c", 5, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        (MODEL, None),
+        (rows(("a", 3, "float32"), ("b", 4, "float16"), ("c", 6, "float32")), "its b is 2x4 float32, theirs is 2x4 fl"),
+        (rows(("a", 3, "float32"), ("c", 5, "float32")), "theirs lacks b 2x4 float32"),
+        (rows(*[(n, 3 + at, "float32") for at, n in enumerate("abcd")]), "it lacks d 2x6 float32"),
+        (rows(("a", 3, "float32"), ("c", 5, "float32"), ("b", 4, "float32")), "it has b where theirs has c"),
+    ],
+)
+def test_two_models_that_differ_are_told_apart_by_their_first_difference(theirs: Layout, said: str | None) -> None:
+    found = MODEL.difference(theirs)
+    assert found is None if said is None else found is not None and found.startswith(said), found

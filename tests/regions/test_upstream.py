@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.method.global_server import parse_upstream
 from fairseq_async.method.spec import MOST_LOCAL_STEPS
 from fairseq_async.protocol import Receipt, Report, Status
+from fairseq_async.protocol.receipt import SETTLED
 from fairseq_async.records.settled import Settled
 from fairseq_async.regions.global_main import GlobalService
 from fairseq_async.regions.regional_service import RegionalService
@@ -70,6 +72,7 @@ def test_a_message_takes_what_was_moved_since_the_merge_and_the_answer_is_blende
     drift = upstream.due(6.0)
     assert drift is not None and torch.equal(drift.values, -2 * ONES)
     assert (drift.sequence, drift.base_version, drift.steps) == (1, 9, 4)  # but its steps count
+    assert drift.seconds == (6.0 - 4.0) / 4, "since the message before"
 
 
 def test_a_message_that_was_not_settled_goes_again_as_it_was() -> None:
@@ -186,3 +189,53 @@ def test_a_region_that_could_not_begin_reads_no_further_news(tmp_path: Path) -> 
     service._link = SimpleNamespace(news=lambda: RegionLost("again"))  # type: ignore[assignment]
     service._fail("it is not there")
     assert service._next_news() is None
+
+
+def test_only_applied_updates_let_a_region_send_and_only_settled_ones_have_taken_steps() -> None:
+    counted = {}
+    for status in Status:
+        _, upstream = begun()
+        receipt = Receipt(1, 0, 0, 1.0, status, 0, 1.0, 1)
+        upstream.count([Settled(receipt, Report(local_steps=steps)) for steps in (3, 5)])
+        counted[status] = upstream.region.count, upstream.state_dict()["unreported"]
+    assert counted == {status: (2 * (status is Status.APPLIED), 8 * (status in SETTLED)) for status in Status}
+
+
+def test_a_region_goes_on_from_all_that_its_snapshot_has() -> None:
+    """With a message on its way, steps behind it, and every number another one."""
+    coordinator, upstream = begun()
+    upstream.join(GlobalParameters(3, 7, False, 0 * ONES), 0.0, fresh=True)
+    move(coordinator, upstream)
+    assert upstream.due(5.0) is not None
+    move(coordinator, upstream, updates=1)
+    state = upstream.state_dict()
+    _, restored = from_snapshot(coordinator, state)
+    assert_close(restored.state_dict(), state, rtol=0, atol=0)
+    sent = restored.drift
+    assert sent is not None and (sent.sequence, sent.base_version, sent.steps, sent.seconds) == (3, 7, 2, 2.5)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_region_is_idle_when_all_is_sent_and_answered_or_the_global_run_is_over(finished: bool) -> None:
+    coordinator, upstream = begun()
+    assert not upstream.idle, "it has not joined"
+    upstream.join(GlobalParameters(0, 7, False, 0 * ONES), 0.0, fresh=True)
+    assert upstream.idle
+    move(coordinator, upstream, updates=1)
+    assert not upstream.idle, "there is an update to send"
+    assert upstream.due(1.0) is None
+    coordinator.finished = True
+    assert upstream.due(1.0) is not None and not upstream.idle
+    upstream.merge(GlobalParameters(1, 8, finished, 0 * ONES))
+    assert upstream.idle and upstream.finished == finished
+    move(coordinator, upstream, updates=1)
+    assert upstream.idle == finished and (upstream.due(2.0) is None) == finished
+
+
+def test_a_region_that_comes_back_to_a_run_that_is_over_sends_nothing_more() -> None:
+    coordinator, upstream = begun()
+    upstream.join(GlobalParameters(3, 7, False, 0 * ONES), 0.0, fresh=True)
+    move(coordinator, upstream)
+    _, restored = from_snapshot(coordinator, upstream.state_dict())
+    restored.join(GlobalParameters(3, 9, True, ONES), 0.0, fresh=False)
+    assert restored.finished and restored.idle and restored.due(1.0) is None

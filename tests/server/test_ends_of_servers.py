@@ -360,3 +360,22 @@ def test_on_a_full_disk_the_workers_get_the_last_parameters_and_it_is_tried_agai
     server.clock.now += 61.0
     server.service.tick()
     assert (tmp_path / FINAL).exists() and versions(tmp_path)[-1] == 2 and len(said) == 1
+
+
+@pytest.mark.parametrize("why", [SAVED, ENDED])
+def test_of_a_run_of_regions_the_last_state_stays_however_it_ends(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """A region saves nothing of it, though its worker 0, region 0, has left in order."""
+    said: list[str] = []
+    monkeypatch.setattr(server.service, "tell", said.append)
+    spec = halving_spec(1)
+    for worker in (0, 1):
+        enter_last(server, worker, framework=spec.framework | {"of_regions": True})
+    push(server, 1, 0, 0)
+    assert push(server, 0, 0, 1).finished
+    server.connections[0].send(Leave(False))
+    program._finish(server.service, why)
+    assert versions(tmp_path) == [0, 2] and (tmp_path / FINAL).exists()
+    export = f"fairseq-async export {tmp_path} OUT writes them for use"
+    assert said == [f"the last parameters are kept in {tmp_path / FINAL}; {export}"]
