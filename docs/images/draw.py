@@ -1,5 +1,5 @@
-"""Draws hybrid.png: what three workers and the server do, synchronous, with steps of three gradients, and with steps
-that close when nobody is near.
+"""Draws hybrid.png: what three workers and the server do, synchronous, with steps of three gradients, with steps that
+close when nobody is near, and with shares by speed.
 
 A schematic, not a measurement: batches take the times that are written here.
 """
@@ -16,10 +16,13 @@ from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 
 from fairseq_async.server.rounds.near_arrivals import NearArrivals  # noqa: E402
+from fairseq_async.server.rounds.shares import Shares  # noqa: E402
 
 SECONDS = (1.0, 1.2, 2.9)  # per batch, of each worker
+PARTS = 4  # of a batch, where workers have shares
 END = 12.5
 EXCHANGE = 0.12  # between a worker's batches
+PART_GAP = 0.02  # to see the parts
 COMPUTE, WAIT, ARRIVE, STEP = "#0072B2", "#DDDDDD", "#56B4E9", "#D55E00"  # Okabe and Ito: safe for the colour-blind
 HEIGHT = 0.56
 WORKERS = len(SECONDS)
@@ -74,7 +77,7 @@ def hybrid(axes: Axes) -> int:
 
 def closed_steps(axes: Axes) -> tuple[int, int]:
     """A step waits for who is about to come; returns how many steps there are, and how many gradients they have."""
-    near, arrives = NearArrivals(share=0.5), dict(enumerate(SECONDS))
+    near, arrives = NearArrivals(grace_share=0.5), dict(enumerate(SECONDS))
     waiting: dict[int, float] = {}
     steps = gradients = 0
     for worker, seconds in arrives.items():
@@ -102,6 +105,32 @@ def closed_steps(axes: Axes) -> tuple[int, int]:
     return steps, gradients
 
 
+def shares_by_speed(axes: Axes) -> int:
+    """Each worker has as many parts of the step's batches as it computes in the same time; returns how many steps."""
+    shares = Shares(PARTS)
+    for now in (0.0, 100.0, 200.0):  # measures
+        for worker, seconds in enumerate(SECONDS):
+            shares.begin(worker, now)
+            shares.arrive(worker, now + seconds)
+    shares.divide(range(WORKERS), WORKERS, 300.0)
+    numbers = [shares.begin(worker, 300.0) for worker in range(WORKERS)]
+    longest = max(number * seconds / PARTS for number, seconds in zip(numbers, SECONDS, strict=True))
+    begin, steps = 0.0, 0
+    while begin < END:
+        for worker, (number, seconds) in enumerate(zip(numbers, SECONDS, strict=True)):
+            for part in range(number):
+                at = begin + part * seconds / PARTS
+                bar(axes, worker, at, at + seconds / PARTS - PART_GAP)
+            done = begin + number * seconds / PARTS
+            if done < begin + longest:
+                bar(axes, worker, done, begin + longest, wait=True)
+        if begin + longest < END:
+            step(axes, begin + longest, 0)
+            steps += 1
+        begin += longest + EXCHANGE
+    return steps
+
+
 def step(axes: Axes, time: float, worker: int) -> None:
     """The optimizer's step in the server."""
     axes.plot([time, time], [min(worker - HEIGHT / 2, SERVER), SERVER], color=STEP, linewidth=1.2, zorder=0)
@@ -121,7 +150,7 @@ def dress(axes: Axes, title: str, lowest: str) -> None:
 
 def main() -> None:
     """Draw the picture beside this file."""
-    figure, (above, middle, below) = pyplot.subplots(3, 1, figsize=(9, 7.2), layout="constrained")
+    figure, (above, middle, below, last) = pyplot.subplots(4, 1, figsize=(9, 9.4), layout="constrained")
     steps = synchronous(above)
     title = f"Synchronous: everybody waits for the slowest worker ({steps} steps, {steps * WORKERS} gradients)"
     dress(above, title, "optimizer")
@@ -132,7 +161,10 @@ def main() -> None:
     steps, gradients = closed_steps(below)
     title = f"The default: a step waits for who is about to come ({steps} steps, {gradients} gradients)"
     dress(below, title, "server")
-    below.set_xlabel("time \N{RIGHTWARDS ARROW}", loc="right")
+    steps = shares_by_speed(last)
+    title = f"--shares auto: fast workers get more of each step ({steps} steps, batches of {steps * WORKERS} gradients)"
+    dress(last, title, "server")
+    last.set_xlabel("time \N{RIGHTWARDS ARROW}", loc="right")
     legend = [
         Patch(facecolor=COMPUTE, label="forward and backward"),
         Patch(facecolor=WAIT, hatch="////", edgecolor="#999999", label="waits"),
