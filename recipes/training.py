@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from fairseq_async.exchange.ports import free_port
+from fairseq_async.options.addresses import free_port
 from fairseq_async.records.snapshots import DIRECTORY as SNAPSHOTS
 from recipes.steps import RecipeError, console_script, environment, run_in_front, write_whole
 from recipes.translation import USER_DIR

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, AsynchronousTrainer
 from fairseq_async.fairseq_plugin.compat.precision import loss_scaler
-from fairseq_async.fairseq_plugin.compat.remote_optimizer import step_error
 from fairseq_async.fairseq_plugin.compat.types import FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates, RemoteSchedule
-from fairseq_async.fairseq_plugin.hybrid_optimizer import HybridAsync
+from fairseq_async.fairseq_plugin.hybrid_optimizer import HybridAsync, step_error
 from fairseq_async.protocol import Report
 from fairseq_async.server.plan import whole_steps
 from fairseq_async.worker.hybrid import HybridWorker

@@ -7,11 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from fairseq_async.errors import USER_ERROR, ConfigurationError
-from fairseq_async.exchange.ports import free_port
 from fairseq_async.launch.command.command import WorkerCommand
 from fairseq_async.launch.processes import Processes, RunFailedError, Worker, interrupt_on_signals
 from fairseq_async.launch.progress.display import LINE_EVERY, plain_console, say
-from fairseq_async.options.addresses import LOOPBACK
+from fairseq_async.options.addresses import LOOPBACK, free_port
 from fairseq_async.records.created_files import CreatedFiles
 from fairseq_async.worker.start.server_process import make_directories
 

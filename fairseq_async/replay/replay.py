@@ -20,9 +20,8 @@ from fairseq_async.protocol import Layout, Push, Receipt, Report, ScheduleEvent
 from fairseq_async.protocol.receipt import SETTLED, Status
 from fairseq_async.records.description import RunDescription
 from fairseq_async.records.event_log import EVENTS
-from fairseq_async.records.events import Event, LineReader
+from fairseq_async.records.events import Event, LineReader, Settled
 from fairseq_async.records.recording import START, checksum, load_recorded, merge_path, read_vector
-from fairseq_async.records.settled import Settled
 from fairseq_async.server import Parameters
 from fairseq_async.server import compressed_starts as starts
 from fairseq_async.server.compressed_changes import CompressedChanges

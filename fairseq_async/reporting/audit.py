@@ -14,8 +14,7 @@ from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.protocol.receipt import SETTLED, Status
 from fairseq_async.records.description import RunDescription
 from fairseq_async.records.event_log import BAD, EVENTS, ROLLBACKS, ROLLED_BACK
-from fairseq_async.records.events import Event, LineReader
-from fairseq_async.records.rollbacks import Rollback
+from fairseq_async.records.events import Event, LineReader, Rollback
 
 _Line = TypeVar("_Line")
 _UNSEEN = -1  # stands for a worker of which the logs have no line yet

@@ -9,7 +9,7 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError
 from fairseq_async.method.spec import JsonObject, MethodSpec
 from fairseq_async.protocol import SETTLED, Receipt, Report, ScheduleEvent, Status
-from fairseq_async.records.settled import ControlEvent, Settled
+from fairseq_async.records.events import ControlEvent, Settled
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Instruction, Outcome
 from fairseq_async.server.parameter_server import ParameterServer

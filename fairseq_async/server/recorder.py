@@ -7,8 +7,8 @@ import torch
 
 from fairseq_async.method.spec import JsonObject
 from fairseq_async.protocol.receipt import SETTLED
+from fairseq_async.records.events import ControlEvent, Settled
 from fairseq_async.records.recording import START
-from fairseq_async.records.settled import ControlEvent, Settled
 from fairseq_async.records.state_files import private
 from fairseq_async.server.parameter_server import ParameterServer
 

@@ -16,8 +16,8 @@ from fairseq_async.protocol.layout import Layout
 from fairseq_async.protocol.notices import Tell, tell_log
 from fairseq_async.protocol.receipt import SETTLED
 from fairseq_async.records.event_log import EventLog
+from fairseq_async.records.events import Settled
 from fairseq_async.records.recording import update_path
-from fairseq_async.records.settled import Settled
 from fairseq_async.records.state_files import moved, restored_path, saved_path, write_state
 from fairseq_async.server.coordinator import Coordinator, build_coordinator
 from fairseq_async.server.first_batches import FirstBatches

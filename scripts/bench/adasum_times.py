@@ -22,7 +22,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.collective import DistributedAdasum  # noqa: E402
-from fairseq_async.exchange.ports import free_port  # noqa: E402
+from fairseq_async.options.addresses import free_port  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
 LIMIT = 1.1

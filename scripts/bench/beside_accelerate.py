@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from fairseq_async.cli.demo_training import BATCH, CONTEXT, CharacterModel  # noqa: E402
-from fairseq_async.exchange.ports import free_port  # noqa: E402
+from fairseq_async.options.addresses import free_port  # noqa: E402
 
 LOCAL_STEPS, SECONDS_PER_BATCH, LR = 10, (0.05, 0.2), 3e-3
 

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fairseq_async.algorithms import Update  # noqa: E402
 from fairseq_async.exchange import SharedMemory, copy  # noqa: E402
 from fairseq_async.exchange.linux import environment  # noqa: E402
-from fairseq_async.exchange.ports import free_port  # noqa: E402
 from fairseq_async.fairseq_plugin.hybrid import HybridAsync  # noqa: E402
 from fairseq_async.method.spec import MethodSpec  # noqa: E402
+from fairseq_async.options.addresses import free_port  # noqa: E402
 from fairseq_async.protocol import Layout  # noqa: E402
 from fairseq_async.worker.connection.client import Client  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402

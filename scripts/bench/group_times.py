@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.collective import AdaScale, AdasumState, adasum_hook  # noqa: E402
 from fairseq_async.collective.adascale import AdamNorm  # noqa: E402
-from fairseq_async.exchange.ports import free_port  # noqa: E402
+from fairseq_async.options.addresses import free_port  # noqa: E402
 from recipes.multi30k_en_de.presets import PRESETS, Size  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 

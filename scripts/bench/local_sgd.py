@@ -20,7 +20,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fairseq_async.exchange.ports import free_port  # noqa: E402
+from fairseq_async.options.addresses import free_port  # noqa: E402
 from recipes.c4_lm.models import SEQUENCE  # noqa: E402
 from recipes.steps import RecipeError, console_script, run_step  # noqa: E402
 from scripts.bench import bytes_moved, jobs  # noqa: E402

@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from fairseq_async.exchange.authentication import new_token, write_token  # noqa: E402
-from fairseq_async.exchange.ports import free_port  # noqa: E402
 from fairseq_async.method.spec import MethodSpec, hybrid_spec  # noqa: E402
+from fairseq_async.options.addresses import free_port  # noqa: E402
 from fairseq_async.options.config import HybridOptions, ServerOptions  # noqa: E402
 from fairseq_async.protocol import Layout, Push  # noqa: E402
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup  # noqa: E402

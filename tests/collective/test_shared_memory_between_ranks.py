@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fairseq_async.collective import agreement
-from fairseq_async.collective.adasum.shared_buffer import SharedBuffer, open_buffer
-from fairseq_async.collective.adasum.shared_memory import SharedMemoryAdasum
+from fairseq_async.collective.adasum.shared_memory import SharedBuffer, SharedMemoryAdasum, open_buffer
 
 
 def test_a_shared_buffer_is_opened_by_its_address_and_by_no_other() -> None:

@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 from fairseq_async.algorithms import adasum
 from fairseq_async.collective import DistributedAdasum
-from fairseq_async.exchange.ports import free_port
+from fairseq_async.options.addresses import free_port
 from fairseq_async.pytorch import HybridAsync
 from fairseq_async.server.programs import gradient_main
 from tests.helpers.commands import MODEL, Processes, command

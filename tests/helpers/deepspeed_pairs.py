@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import fairseq_async.deepspeed_plugin as deepspeed_async
 from fairseq_async.deepspeed_plugin.engines.synchronous import set_environment_without_launcher
-from fairseq_async.exchange.ports import free_port
+from fairseq_async.options.addresses import free_port
 from fairseq_async.torch import MuonAdamW, muon_groups
 
 STEPS = 8

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import fairseq_async.deepspeed_plugin as deepspeed_async
-from fairseq_async.exchange.ports import free_port
+from fairseq_async.options.addresses import free_port
 from tests.helpers.commands import HELPERS
 
 SAMPLES, BATCH, AVERAGE, SAVED_AT = 48, 2, 4, 3

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E4
 
 import fairseq_async.deepspeed_plugin as deepspeed_async  # noqa: E402
 from fairseq_async.environment import PLUGINS, SERVER, TOKEN, WORKER, WORKERS  # noqa: E402
-from fairseq_async.exchange.ports import free_port  # noqa: E402
+from fairseq_async.options.addresses import free_port  # noqa: E402
 from fairseq_async.pytorch.hf_trainer import AsyncCallback  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from tests.helpers.commands import HELPERS  # noqa: E402

@@ -13,7 +13,7 @@ from fairseq_async.method.spec import MethodSpec, local_sgd_spec
 from fairseq_async.options.config import LocalSGDOptions, ServerOptions
 from fairseq_async.protocol import Layout, Push, PushReply, Report
 from fairseq_async.regions.global_main import GlobalService
-from fairseq_async.regions.regional_service import RegionalService
+from fairseq_async.regions.regional_main import RegionalService
 from fairseq_async.regions.upstream_link import UpstreamLink
 from fairseq_async.server import ParameterServer
 from fairseq_async.server.plan import Build

@@ -14,9 +14,9 @@ from fairseq_async.method.global_server import parse_upstream
 from fairseq_async.method.spec import MOST_LOCAL_STEPS
 from fairseq_async.protocol import Receipt, Report, Status
 from fairseq_async.protocol.receipt import SETTLED
-from fairseq_async.records.settled import Settled
+from fairseq_async.records.events import Settled
 from fairseq_async.regions.global_main import GlobalService
-from fairseq_async.regions.regional_service import RegionalService
+from fairseq_async.regions.regional_main import RegionalService
 from fairseq_async.regions.upstream import GlobalParameters, RegionLost, Upstream
 from fairseq_async.server.coordinator import Coordinator, build_coordinator
 from fairseq_async.server.membership import Membership

@@ -15,7 +15,7 @@ from fairseq_async.protocol import Report
 from fairseq_async.protocol.receipt import Receipt, Status
 from fairseq_async.records import event_log as events
 from fairseq_async.records.event_log import EVENTS, EventLog
-from fairseq_async.records.rollbacks import Rollback
+from fairseq_async.records.events import Rollback
 from fairseq_async.reporting.audit import Audit, AuditError, audit, show
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.server_client import join_patiently, push

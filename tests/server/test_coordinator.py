@@ -8,7 +8,7 @@ import torch
 from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, Region, Rule
 from fairseq_async.errors import RefusedError
 from fairseq_async.protocol import ScheduleEvent, Status
-from fairseq_async.records.settled import ControlEvent
+from fairseq_async.records.events import ControlEvent
 from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.membership import Membership

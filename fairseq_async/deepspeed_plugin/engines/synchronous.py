@@ -20,7 +20,7 @@ from fairseq_async.deepspeed_plugin.engines import tensors
 from fairseq_async.deepspeed_plugin.engines.engine import ClientState
 from fairseq_async.environment import WORKER
 from fairseq_async.errors import AsyncError, ConfigurationError
-from fairseq_async.exchange.ports import free_port
+from fairseq_async.options.addresses import free_port
 from fairseq_async.options.config import AdaScaleOptions, AdasumOptions
 from fairseq_async.worker.start.context import WorkerContext
 from fairseq_async.worker.start.process import errors_in_one_line

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fairseq_async.records.event_log import EVENTS, ROLLBACKS
-from fairseq_async.records.events import Event, LineReader
-from fairseq_async.records.rollbacks import Rollback
+from fairseq_async.records.events import Event, LineReader, Rollback
 
 
 class EarlierEvents:

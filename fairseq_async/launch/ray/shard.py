@@ -12,11 +12,10 @@ import ray
 
 from fairseq_async.errors import USER_ERROR
 from fairseq_async.exchange.authentication import write_token
-from fairseq_async.exchange.ports import free_port
 from fairseq_async.launch.error_lines import last_words
 from fairseq_async.launch.ray import exec_with_parent
 from fairseq_async.launch.ray.registry import Ended, NodeAddress
-from fairseq_async.options.addresses import ANY
+from fairseq_async.options.addresses import ANY, free_port
 from fairseq_async.worker.start.server_process import manner, python_module
 
 _PAUSE = 0.5  # seconds between two looks at the process

@@ -9,7 +9,7 @@ import torch
 
 from fairseq_async.environment import RANKS
 from fairseq_async.errors import ConfigurationError, ExchangeError, option
-from fairseq_async.exchange.ports import free_port
+from fairseq_async.options.addresses import free_port
 from fairseq_async.options.config import ServerOptions
 from fairseq_async.worker.connection.island import IslandClient
 from fairseq_async.worker.connection.server_connection import ServerConnection
