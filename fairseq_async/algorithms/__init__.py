@@ -21,8 +21,7 @@ from fairseq_async.algorithms.hybrid import HybridAccumulation
 from fairseq_async.algorithms.local_steps import local_steps, shard_probabilities
 from fairseq_async.algorithms.outer.momentum_look_ahead import HeLoCo, MomentumLookAhead
 from fairseq_async.algorithms.outer.outer_optimizers import BufferedNesterov, DelayedNesterov, NesterovMomentum
-from fairseq_async.algorithms.rule import Rule
-from fairseq_async.algorithms.update import Update
+from fairseq_async.algorithms.rule import Rule, Update
 from fairseq_async.algorithms.worker_buffers import WorkerBuffers
 
 __all__ = [

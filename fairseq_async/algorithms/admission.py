@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms.rule import State
-from fairseq_async.algorithms.update import Update
+from fairseq_async.algorithms.rule import State, Update
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms.rule import CompoundRule, Rule, State
-from fairseq_async.algorithms.update import Update
+from fairseq_async.algorithms.rule import CompoundRule, Rule, State, Update
 
 _Item = TypeVar("_Item")
 

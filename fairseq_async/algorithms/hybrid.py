@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fairseq_async.algorithms.missing import HiddenGradients, tensors_of
-from fairseq_async.algorithms.rule import State, fills
+from fairseq_async.algorithms.rule import State, Update, fills
 from fairseq_async.algorithms.threads import PIECE, copy_in_threads, cut, in_threads, pairs, step_in_threads
-from fairseq_async.algorithms.update import Update
 
 _OF_TORCH = tuple(getattr(torch.optim, name) for name in ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop"))
 

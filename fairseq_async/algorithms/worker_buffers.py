@@ -6,8 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms.rule import ComparingRule, CompoundRule, Rule, State, cosine_of
-from fairseq_async.algorithms.update import Update
+from fairseq_async.algorithms.rule import ComparingRule, CompoundRule, Rule, State, Update, cosine_of
 
 
 class WorkerBuffers(CompoundRule, ComparingRule):

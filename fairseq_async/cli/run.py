@@ -10,22 +10,37 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.options.addresses import LOOPBACK
 
 _MAX_RESTARTS = 3
-_RANKS = typer.Option(
-    metavar="N", help="Ranks of a worker, which train synchronously among themselves; 2,1 for workers of unequal size."
-)
+_Command = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="-- COMMAND", help="fairseq-train or python SCRIPT, with its arguments.", show_default=False
+    ),
+]
+_Ranks = Annotated[
+    str,
+    typer.Option(
+        metavar="N",
+        help="Ranks of a worker, which train synchronously among themselves; 2,1 for workers of unequal size.",
+    ),
+]
+_Encrypt = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Encrypt every connection, with the certificates in DIR.")
+]
+_Certificates = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Directory of the run's certificates, if the run has --tls.")
+]
+_Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on with a script's run that was interrupted; fairseq-train does so without it."),
+]
 app = typer.Typer()
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def launch(
-    worker_command: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="-- COMMAND", help="fairseq-train or python SCRIPT, with its arguments.", show_default=False
-        ),
-    ],
+    worker_command: _Command,
     workers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of workers on this machine.")],
-    ranks_per_worker: Annotated[str, _RANKS] = "1",
+    ranks_per_worker: _Ranks = "1",
     slowdown: Annotated[
         str,
         typer.Option(
@@ -59,15 +74,8 @@ def launch(
             metavar="FILE", help="File with the run's secret, for workers of other machines; only you may read it."
         ),
     ] = None,
-    tls: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Encrypt every connection, with the certificates in DIR.")
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Go on with a script's run that was interrupted; fairseq-train does so without it."
-        ),
-    ] = False,
+    tls: _Encrypt = None,
+    resume: _Resume = False,
 ) -> None:
     """Train one job with several workers on this machine: fairseq-train, or a script that calls fairseq_async."""
     from fairseq_async.launch.command.programs import is_fairseq, numbers_of_ranks  # start-up time
@@ -100,12 +108,7 @@ def join(
             metavar="HOST:PORT", help="Address of the server, as its launcher has printed it.", show_default=False
         ),
     ],
-    worker_command: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="-- COMMAND", help="fairseq-train or python SCRIPT, with its arguments.", show_default=False
-        ),
-    ],
+    worker_command: _Command,
     token_file: Annotated[
         Path,
         typer.Option(
@@ -115,14 +118,12 @@ def join(
     ranks_per_worker: Annotated[
         int, typer.Option(metavar="N", min=1, help="Ranks of this worker, which train synchronously among themselves.")
     ] = 1,
-    tls: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory of the run's certificates, if the run has --tls.")
-    ] = None,
+    tls: _Certificates = None,
 ) -> None:
     """Become one more worker of a run that is going on, with the same command as its other workers."""
     from fairseq_async.launch.join import join as begin  # start-up time
 
-    find(token_file, lambda why: f"--token-file {token_file}: cannot be read: {why}")
+    _check_token(token_file)
     begin(address, worker_command, token_file, tls, ranks_per_worker)
 
 
@@ -139,9 +140,7 @@ def serve(
         Path,
         typer.Option(metavar="FILE", help="File with the run's secret, the same in all regions; only you may read it."),
     ],
-    tls: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Encrypt every connection, with the certificates in DIR.")
-    ] = None,
+    tls: _Encrypt = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last snapshot in --run-dir.")] = False,
     no_standby: Annotated[
         bool, typer.Option("--no-standby", help="Start no second process that waits to become the server.")
@@ -151,7 +150,7 @@ def serve(
     ] = _MAX_RESTARTS,
 ) -> None:
     """Be the global server of several regions, whose own servers are its workers (HALoS): each has --upstream."""
-    find(token_file, lambda why: f"--token-file {token_file}: cannot be read: {why}")
+    _check_token(token_file)
     from fairseq_async.launch.serve import serve as begin  # start-up time
 
     begin(address, regions, run_dir, token_file, tls, resume, not no_standby, max_restarts)
@@ -171,12 +170,10 @@ def shard(
         Path,
         typer.Option(metavar="FILE", help="File with the run's secret, the server's; only you may read it."),
     ],
-    tls: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory of the run's certificates, if the run has --tls.")
-    ] = None,
+    tls: _Certificates = None,
 ) -> None:
     """Hold a shard of a run's server on this machine; the run has this address in --server-shards."""
-    find(token_file, lambda why: f"--token-file {token_file}: cannot be read: {why}")
+    _check_token(token_file)
     from fairseq_async.launch.shard import hold  # start-up time
 
     hold(address, token_file, tls)
@@ -184,13 +181,8 @@ def shard(
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def worker(
-    worker_command: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="-- COMMAND", help="fairseq-train or python SCRIPT, with its arguments.", show_default=False
-        ),
-    ],
-    ranks_per_worker: Annotated[str, _RANKS] = "1",
+    worker_command: _Command,
+    ranks_per_worker: _Ranks = "1",
 ) -> None:
     """Become one worker of a run whose workers srun, torchrun or mpirun starts, on one machine or several."""
     from fairseq_async.launch.task import become_worker  # start-up time
@@ -227,12 +219,7 @@ def ray_(
     max_restarts: Annotated[
         int, typer.Option(metavar="N", min=0, help="How often each process and each actor that dies is started again.")
     ] = _MAX_RESTARTS,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Go on with a script's run that was interrupted; fairseq-train does so without it."
-        ),
-    ] = False,
+    resume: _Resume = False,
 ) -> None:
     """Train one job on a Ray cluster; or, with scale +2 or scale -1, change how many workers it has meanwhile."""
     from fairseq_async.launch.ray.resources import check_shards, parse_change, parse_workers  # start-up time
@@ -281,6 +268,10 @@ def print_user_dir() -> None:
     from fairseq_async.launch.command.command import user_dir  # start-up time
 
     print(user_dir())
+
+
+def _check_token(file: Path) -> None:
+    find(file, lambda why: f"--token-file {file}: cannot be read: {why}")
 
 
 def _factors(text: str) -> list[float]:

@@ -11,8 +11,7 @@ import torch
 from safetensors import safe_open
 
 from fairseq_async.errors import ConfigurationError, first_line
-from fairseq_async.export.names import fitted, unwrapped
-from fairseq_async.export.reading import Source, Tensors, load_tensors, save_tensors
+from fairseq_async.export.reading import Source, Tensors, fitted, load_tensors, save_tensors, unwrapped
 
 _WEIGHTS, _ADAPTER, _ADAPTER_CONFIG = "model.safetensors", "adapter_model.safetensors", "adapter_config.json"
 _OF_A_MODEL = ("*.json", "*.txt", "*.model", "*.jinja")  # files of configuration and tokenizer

@@ -10,8 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fairseq_async.algorithms.outer.momentum_rule import MomentumRule, at_least_one, copied
-from fairseq_async.algorithms.rule import State, fills
-from fairseq_async.algorithms.update import Update
+from fairseq_async.algorithms.rule import State, Update, fills
 from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.method.methods import RuleContext
 from fairseq_async.options.config import AsyncLocalSGDOptions, OuterLearningRate, OuterMomentum, StartAhead

@@ -4,8 +4,15 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms.codecs import blocks
-from fairseq_async.algorithms.codecs.codec import Codec, Vector, as_bytes, check_finite, check_length, from_bytes
-from fairseq_async.algorithms.codecs.memory import new_vector
+from fairseq_async.algorithms.codecs.codec import (
+    Codec,
+    Vector,
+    as_bytes,
+    check_finite,
+    check_length,
+    from_bytes,
+    new_vector,
+)
 from fairseq_async.algorithms.codecs.payload import Bytes
 
 _LARGEST = torch.finfo(torch.bfloat16).max

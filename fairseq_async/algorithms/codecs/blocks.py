@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms.codecs.codec import check_finite, from_bytes
-from fairseq_async.algorithms.codecs.memory import new_vector
+from fairseq_async.algorithms.codecs.codec import check_finite, from_bytes, new_vector
 from fairseq_async.errors import CodecError
 
 _VALUES = 1 << 19  # at a time: 2 MiB, which stay in the cache; less would cost more calls of torch

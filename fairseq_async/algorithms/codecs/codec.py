@@ -1,7 +1,9 @@
 """The base of all codecs, with the checks at both ends, and functions that codecs share."""
 
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -154,3 +156,19 @@ def from_bytes(data: memoryview, dtype: torch.dtype) -> Tensor:
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).to("cpu", torch.float32).contiguous()
+
+
+_LEAST_BYTES = 8 << 20  # below, the allocator has memory at hand
+
+
+def new_vector(size: int) -> Tensor:
+    """Returns a new flat fp32 vector with arbitrary content, on the CPU, in huge pages where the kernel has them.
+
+    The vector is to be written at once: a page fault for each 4 KiB would cost twice what it costs to write it.
+    """
+    if 4 * size < _LEAST_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.float32, device="cpu")
+    memory = mmap.mmap(-1, 4 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the tensor keeps it open
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.float32)

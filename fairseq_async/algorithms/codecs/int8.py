@@ -12,8 +12,8 @@ from fairseq_async.algorithms.codecs.codec import (
     check_length,
     check_parameter,
     from_bytes,
+    new_vector,
 )
-from fairseq_async.algorithms.codecs.memory import new_vector
 from fairseq_async.algorithms.codecs.payload import Bytes
 from fairseq_async.errors import CodecError
 

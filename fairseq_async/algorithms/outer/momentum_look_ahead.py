@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms.outer.momentum_rule import MomentumRule, at_least_one
-from fairseq_async.algorithms.update import Update
+from fairseq_async.algorithms.rule import Update
 
 _SMALLEST = 1e-8  # a vector with a smaller norm has no direction but noise; also ε of the confidence
 _ALIGNED = 0.2  # smallest cosine of an update that is left as it is

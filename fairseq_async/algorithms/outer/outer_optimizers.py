@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms.outer.momentum_rule import MomentumRule, at_least_one, copied
-from fairseq_async.algorithms.rule import State, fills
-from fairseq_async.algorithms.update import Update
+from fairseq_async.algorithms.rule import State, Update, fills
 
 
 class NesterovMomentum(MomentumRule):

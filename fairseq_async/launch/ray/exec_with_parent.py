@@ -1,4 +1,4 @@
-"""``python bound.py PARENT COMMAND ...``: becomes the command, which the kernel ends with its parent.
+"""``python exec_with_parent.py PARENT COMMAND ...``: becomes the command, which the kernel ends with its parent.
 
 Ray kills an actor without warning, and the process that the actor has started must not go on beside its successor's.
 To set this between fork and exec would run Python code in a fork of Ray's many threads. So this is a program by itself,
