@@ -40,7 +40,6 @@ class Service(Connections):
         run_dir: where ``events.jsonl``, ``run.json`` and snapshots go.
         build: makes rule and plan when worker 0 has brought the parameters.
         clock: returns seconds that do not go back; all waiting is measured by it.
-        wall_clock: returns seconds since 1970, for logs alone.
         tell: passes a line to the user who runs the server.
 
     Attributes:
@@ -62,11 +61,10 @@ class Service(Connections):
         run_dir: Path,
         build: Build,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
         tell: Tell = tell_log,
     ) -> None:
         super().__init__(token, workers, clock)
-        self.run_dir, self.build, self.wall_clock, self.tell = run_dir, build, wall_clock, tell
+        self.run_dir, self.build, self.tell = run_dir, build, tell
         self.snapshots = Snapshots(run_dir, clock, tell, self.handshake.run)
         self.journal = self.snapshots.journal
         self.run: Run | None = None
@@ -173,7 +171,7 @@ class Service(Connections):
         described = MethodSpec.from_json(state["spec"]), Layout.from_json(state["layout"])
         run = self._describe(*described, state.get("gpu", ""))  # not in an older snapshot
         run.from_checkpoint = bool(state.get("from_checkpoint"))
-        now, parameters = self.wall_clock(), torch.zeros(run.layout.size, dtype=torch.float32, device="cpu")
+        now, parameters = time.time(), torch.zeros(run.layout.size, dtype=torch.float32, device="cpu")
         run.begin(self.build, parameters, state, f"snapshot {path.name}", self.membership, now)
         self.membership.expect_back(run.coordinator.server.sequences)
         self.membership.note_left(state.get("left", ()))  # not in an older snapshot
@@ -220,7 +218,7 @@ class Service(Connections):
     def _deliver(self, run: Run, outcome: Outcome) -> None:
         """Publishes the parameters and logs the settled updates, then answers the workers of an outcome."""
         run.slots.publish(run.coordinator.server)
-        run.log(outcome.settled, self.wall_clock())
+        run.log(outcome.settled, time.time())
         if run.coordinator.finished:
             self.state.keep(run)  # a worker that is told of the end may be the last that has the parameters
         for instruction in outcome.instructions:
@@ -304,7 +302,7 @@ class Service(Connections):
 
     def _begin(self, run: Run, parameters: Tensor, state: State | None, source: str) -> protocol.Answer | None:
         """Begins the run, and welcomes the workers that wait for it; returns the answer to worker 0."""
-        run.begin(self.build, parameters, state, source, self.membership, self.wall_clock())
+        run.begin(self.build, parameters, state, source, self.membership, time.time())
         self.journal("begin", f"the run begins at version {run.coordinator.server.version:,}, from {source}")
         self._recount(changed=True)
         self.state.keep(run)

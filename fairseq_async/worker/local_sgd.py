@@ -3,7 +3,6 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -26,7 +25,6 @@ class LocalSGDWorker(AsyncWorker):
     Args:
         client: the connection to the server.
         replica: the parameters that the inner optimizer steps.
-        clock: returns the time in seconds.
 
     Attributes:
         exchanges: how the worker exchanges; directly by default.
@@ -37,15 +35,9 @@ class LocalSGDWorker(AsyncWorker):
             no step of this worker has the number of another one, though the run's progress jumps.
     """
 
-    def __init__(
-        self,
-        client: ServerConnection,
-        replica: Replica,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, client: ServerConnection, replica: Replica) -> None:
         super().__init__(client, replica, MOST_LEFT_OUT)
         self.exchanges = DirectExchange(self)
-        self.clock = clock
         self.assignment = Assignment(local_steps=0)
         self.offset = 0
         self.epochs = self.tokens = 0.0
@@ -234,7 +226,7 @@ class DirectExchange:
 
     def run(self, position: JsonObject | None) -> None:
         """Sends the local steps that are done, and starts again from the server's parameters."""
-        worker, started = self.worker, self.worker.clock()
+        worker, started = self.worker, time.perf_counter()
         worker.pin_exchanged()
         answer = worker.client.push(worker.replica.subtract, worker.message(position))
         work = worker.wait_while_idle(answer)
@@ -242,7 +234,7 @@ class DirectExchange:
         worker.take_work(work)
         worker.restart_counts()
         worker.start()
-        worker.note_answer(answer, worker.clock() - started)
+        worker.note_answer(answer, time.perf_counter() - started)
 
     def settle(self) -> None:
         """Waits for the answer that is on its way; here there is none between two steps."""

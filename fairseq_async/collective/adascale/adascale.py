@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_async.collective.adascale.adam_norm import AdamNorm, Masters
-from fairseq_async.collective.adascale.differences import Differences
 from fairseq_async.collective.adascale.gains import Gains, GainsState
 from fairseq_async.collective.adascale.square_norms import plain_norm
-from fairseq_async.collective.adascale.step_norms import ReducedGradients, StepNormMeter
+from fairseq_async.collective.adascale.step_norms import Differences, ReducedGradients, StepNormMeter
 from fairseq_async.errors import ConfigurationError
 
 Loss = TypeVar("Loss")

@@ -73,35 +73,11 @@ class AdaScaleEngine(SynchronousEngine):
         state = {**(client_state or {}), _STATE: self.adascale.statistics()}
         return super().save_checkpoint(save_dir, tag, state, **kwargs)
 
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: object = True,
-        load_module_only: object = False,
-        *args: object,
-        **kwargs: object,
-    ) -> tuple[str | None, ClientState]:
-        """Loads as DeepSpeed does, with what :meth:`save_checkpoint` has added; ``load_module_only`` begins a new run.
-
-        The scale S is not in a checkpoint: a run may go on with more or fewer ranks.
-        """
-        path, state = super().load_checkpoint(
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            *args,
-            **kwargs,
-        )
-        if path is not None and not load_module_only and _STATE in state:
+    def _restore(self, state: ClientState) -> None:
+        """Restores what :meth:`save_checkpoint` has added, without the scale S: a run may go on with other ranks."""
+        if _STATE in state:
             self.adascale.load_statistics(state[_STATE])
             set_schedule(self.lr_scheduler, self.progress)
-        return path, state
 
     @errors_in_one_line()
     def _take_model_step(self, lr_kwargs: dict[str, object] | None) -> None:

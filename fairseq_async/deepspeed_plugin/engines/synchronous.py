@@ -81,17 +81,34 @@ class SynchronousEngine(DeepSpeedEngine):
         tag: str | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
+        load_lr_scheduler_states: object = True,
+        load_module_only: object = False,
         *args: object,
         **kwargs: object,
     ) -> tuple[str | None, ClientState]:
-        """Loads as DeepSpeed does, then checks that all ranks have the same parameters."""
+        """Loads as DeepSpeed does, then checks that all ranks have the same parameters.
+
+        With ``load_module_only`` a new run begins.
+        """
         loaded: tuple[str | None, ClientState] = super().load_checkpoint(
-            load_dir, tag, load_module_strict, load_optimizer_states, *args, **kwargs
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            *args,
+            **kwargs,
         )
         if not load_optimizer_states:
             refresh_masters(self)
         self._check_equal()
+        if loaded[0] is not None and not load_module_only:
+            self._restore(loaded[1])
         return loaded
+
+    def _restore(self, state: ClientState) -> None:
+        """Restores what the method has added to a checkpoint's client state; here nothing."""
 
     def _check_equal(self) -> None:
         check_equal(list(self.module.named_parameters()))  # frozen ones too, which no step makes equal
