@@ -13,7 +13,7 @@ from fairseq_async.launch.command.command import WorkerCommand
 from fairseq_async.launch.command.script import ScriptCommand
 from fairseq_async.launch.error_lines import same_mistake, traceback
 from fairseq_async.launch.interrupted import has_snapshot, what_is_kept
-from fairseq_async.launch.processes import Processes, RunFailedError, Worker, interrupt_on_signals
+from fairseq_async.launch.processes import Processes, RunFailedError, Worker, failure, interrupt_on_signals
 from fairseq_async.launch.progress.display import Display
 from fairseq_async.launch.progress.progress import Progress
 from fairseq_async.options.addresses import ANY, LOOPBACK
@@ -231,19 +231,13 @@ class Launcher:
         self.display.say(f"{self.processes.describe_end(worker)}; the run is finished without it")
 
     def _failure(self, worker: Worker) -> RunFailedError:
-        """Returns the error of a run that this worker's end has ended; removes the files of a run that never began,
-        and its logs too where the error says all that they have."""
+        """Returns the error of a run that this worker's end has ended."""
         error, code = self.processes.describe_end(worker), worker.process.returncode
         if self.server is None:
             for line in traceback(worker.log):  # the log is removed with the script's first directory
                 self.display.say(line)
             return RunFailedError(error, code)
-        begun = self.display.progress.begun
-        says_all = not begun and code == USER_ERROR
-        if not begun:
-            self._end()
-            self._created.remove(logs=says_all)
-        return RunFailedError(error if says_all else f"{error} (log: {worker.log})", code)
+        return failure(error, code, worker.log, self.display.progress.begun, self._end, self._created)
 
     def _after_end(self) -> None:
         """Waits for the workers' processes when all have left a finished run, and kills those that hang.

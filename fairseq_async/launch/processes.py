@@ -19,6 +19,7 @@ from fairseq_async.exchange.linux import environment
 from fairseq_async.launch.command.programs import executing, of_ranks
 from fairseq_async.launch.error_lines import last_words
 from fairseq_async.launch.output import Output
+from fairseq_async.records.created_files import CreatedFiles
 from fairseq_async.worker.start.server_process import manner
 
 _ENDING = 5.0  # seconds between SIGTERM and SIGKILL
@@ -69,6 +70,24 @@ class RunFailedError(AsyncError):
     def __init__(self, message: str, ended_with: int = 1) -> None:
         super().__init__(message)
         self.code = USER_ERROR if ended_with == USER_ERROR else 1
+
+
+def failure(
+    error: str, code: int, log: Path, begun: bool, end: Callable[[], object], created: CreatedFiles
+) -> RunFailedError:
+    """Returns the error of a run that a worker's end has ended; removes the files of a run that never began, and its
+    logs too where the error says all that they have.
+
+    Args:
+        error: says how the worker has ended, with ``code``.
+        begun: whether the run has had an update.
+        end: ends all processes of the run.
+    """
+    says_all = not begun and code == USER_ERROR
+    if not begun:
+        end()
+        created.remove(logs=says_all)
+    return RunFailedError(error if says_all else f"{error} (log: {log})", code)
 
 
 class Processes:

@@ -6,9 +6,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from fairseq_async.errors import USER_ERROR, ConfigurationError
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.command.command import WorkerCommand
-from fairseq_async.launch.processes import Processes, RunFailedError, Worker, interrupt_on_signals
+from fairseq_async.launch.processes import Processes, Worker, failure, interrupt_on_signals
 from fairseq_async.launch.progress.display import LINE_EVERY, plain_console, say
 from fairseq_async.options.addresses import LOOPBACK, free_port
 from fairseq_async.records.created_files import CreatedFiles
@@ -70,21 +70,12 @@ class GroupLauncher:
                 self.processes.wait(_DYING)
                 killed = [worker for worker in failed if worker.process.returncode < 0]
                 worker = (killed or failed)[0]
-                raise self._failure(worker)
+                error, code = self.processes.describe_end(worker), worker.process.returncode
+                begun = self._progress() != _STARTING
+                raise failure(error, code, worker.log, begun, self.processes.end, self._created)
             if time.monotonic() >= line_at:
                 line_at += LINE_EVERY
                 _say(self._progress())
-
-    def _failure(self, worker: Worker) -> RunFailedError:
-        """Returns the error of the run; removes the files of a run that never began, where the error says all that its
-        logs have."""
-        error = self.processes.describe_end(worker)
-        code = worker.process.returncode
-        if code != USER_ERROR or self._progress() != _STARTING:
-            return RunFailedError(f"{error} (log: {worker.log})", code)
-        self.processes.end()
-        self._created.remove(logs=True)
-        return RunFailedError(error, code)
 
     def _progress(self) -> str:
         return progress_in(self.processes.workers[0].log)

@@ -6,20 +6,21 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import ray
 from ray.exceptions import RayError
 
 from fairseq_async.environment import PLUGINS
-from fairseq_async.errors import USER_ERROR, ConfigurationError
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.exchange.authentication import new_token
 from fairseq_async.launch.command.command import WorkerCommand
 from fairseq_async.launch.command.programs import is_fairseq
 from fairseq_async.launch.command.script import ScriptCommand
 from fairseq_async.launch.error_lines import traceback
 from fairseq_async.launch.interrupted import what_is_kept
-from fairseq_async.launch.processes import RunFailedError, interrupt_on_signals
+from fairseq_async.launch.processes import RunFailedError, failure, interrupt_on_signals
 from fairseq_async.launch.progress.display import Display
 from fairseq_async.launch.progress.progress import Progress
 from fairseq_async.launch.ray.cluster import Actors, connect, ended, find_registry
@@ -278,13 +279,8 @@ class RayRun:
                 self._display.say(line)
             raise RunFailedError(error, how.code)
         self._display.progress.poll()
-        begun = self._display.progress.begun
-        if not begun:
-            self._actors.end(_LEAVING)
-            self._created.remove(logs=how.code == USER_ERROR)
-        if begun or how.code != USER_ERROR:
-            error += f" (log: {log})"
-        raise RunFailedError(error, how.code)
+        end = partial(self._actors.end, _LEAVING)
+        raise failure(error, how.code, log, self._display.progress.begun, end, self._created)
 
     def _after_workers(self) -> None:
         """Decides by the server's end, after all workers have ended, whether the run is finished."""
