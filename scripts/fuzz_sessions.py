@@ -15,6 +15,7 @@ import math
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -32,6 +33,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
+from fairseq_async.exchange.linux import end_with_parent  # noqa: E402
 from fairseq_async.method.spec import MethodSpec  # noqa: E402
 from fairseq_async.options.compression import parse  # noqa: E402
 from fairseq_async.protocol import Push, Report  # noqa: E402
@@ -226,8 +228,9 @@ def over_sockets(report: Bench, messages: int, seed: int, compress: str) -> None
 
 
 def without_sockets(report: Bench, messages: int, processes: int, seed: int, compress: str) -> None:
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as directory, ProcessPoolExecutor(processes, mp_context=context) as pool:
+    context, its_end = multiprocessing.get_context("spawn"), (signal.SIGKILL, os.getpid())
+    pool = ProcessPoolExecutor(processes, context, end_with_parent, its_end)
+    with tempfile.TemporaryDirectory() as directory, pool:
         each = math.ceil(messages / processes)
         runs = [pool.submit(direct, Path(directory), each, seed + number, compress) for number in range(processes)]
         found = [run.result() for run in runs]

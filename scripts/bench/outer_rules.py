@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fairseq_async import protocol  # noqa: E402
 from fairseq_async.environment import PLUGINS  # noqa: E402
 from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
+from fairseq_async.exchange.linux import end_with_parent  # noqa: E402
 from fairseq_async.method.spec import JsonObject  # noqa: E402
 from fairseq_async.options.config import AsyncLocalSGDOptions, LocalSGDOptions  # noqa: E402
 from fairseq_async.protocol import Receipt, Status  # noqa: E402
@@ -93,7 +95,8 @@ class Bench:
         """Runs what has no result yet, one cluster and scheduling after another, in this number of processes."""
         for seed in seeds:
             self._start(seed, self._model(seed))  # made here, before several processes need it
-        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        context, its_end = get_context("spawn"), (signal.SIGKILL, os.getpid())
+        with ProcessPoolExecutor(processes, context, end_with_parent, its_end) as pool:
             for cluster in self.experiment.clusters:
                 for kind in kinds:
                     self._run_all([Search(self, name, cluster, kind, seeds, rates) for name in self.methods], pool)

@@ -9,7 +9,8 @@ import yaml
 from fairseq_async.options.config import AsyncLocalSGDOptions
 from fairseq_async.simulation.experiment import read
 from scripts.bench.outer_rules import SCHEDULING, Bench, Outcome, Run, Search, rows
-from tests.helpers.commands import ROOT
+from tests.helpers.commands import ROOT, Processes, command
+from tests.helpers.waiting import wait_until
 
 FILES = sorted((ROOT / "recipes" / "paper").glob("*.yaml"))
 
@@ -102,3 +103,16 @@ def test_what_was_run_is_not_run_again(bench: Bench, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(again, "run", None)  # whatever would be run would want it
     again.compare([1], [1.0], ["none"], processes=1)
     assert again.done == bench.done and len(again.done) == 4
+
+
+def test_the_processes_of_runs_end_with_a_program_that_is_killed(bench: Bench, processes: Processes) -> None:
+    """They would go on with runs of which nobody takes the result."""
+    script = [command("python"), ROOT / "scripts" / "bench" / "outer_rules.py", bench.experiment.path]
+    program = processes.start([*script, "--processes", 2, "--out", bench.out])
+    results, children = bench.out / "experiment.jsonl", Path(f"/proc/{program.pid}/task/{program.pid}/children")
+    wait_until(results.exists, 120)
+    started = [Path(f"/proc/{child}/cmdline") for child in children.read_text().split()]
+    program.kill()
+    program.wait(30)
+    assert len(started) > 1
+    wait_until(lambda: not any(each.exists() and each.read_bytes() for each in started), 30)
