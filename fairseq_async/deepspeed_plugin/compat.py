@@ -50,6 +50,7 @@ ENGINE = (
 # Attributes of DeepSpeed's optimizers, by class: where the gradients of a step and the fp32 masters are.
 OPTIMIZERS = {
     "DeepSpeedZeroOptimizer": ("averaged_gradients", "bit16_groups", "check_grad_overflow"),
+    "DeepSpeedZeroOptimizer_Stage3": ("_get_fp32_opt_state_partition",),
     "BF16_Optimizer": ("bf16_groups", "fp32_groups_gradients"),
     "FP16_Optimizer": ("fp16_groups", "fp32_groups_flat"),
     "FP16_UnfusedOptimizer": ("fp16_groups", "fp32_groups"),

@@ -53,10 +53,10 @@ def test_parameters_that_are_loaded_beside_their_masters_are_one_line() -> None:
     masters = [each.detach().float().view(-1) + 1e-6 for each in model.parameters()]
     groups = {"fp16_groups": [list(model.parameters())], "fp32_groups_flat": [torch.cat(masters)]}
     engine = with_optimizer(model, **groups)
-    check_masters(engine)  # which bfloat16 rounds to the parameters
+    check_masters(replica_of(engine, 0))  # which bfloat16 rounds to the parameters
     model.load_state_dict(nn.Linear(2, 3).state_dict())
     with pytest.raises(ConfigurationError, match="weight was changed after initialize, and its fp32 master was not"):
-        check_masters(engine)
+        check_masters(replica_of(engine, 0))
 
 
 @pytest.mark.parametrize(("dtype", "key"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])

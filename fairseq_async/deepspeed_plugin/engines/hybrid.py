@@ -18,9 +18,9 @@ from fairseq_async.deepspeed_plugin.compat import (
 )
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
-from fairseq_async.deepspeed_plugin.engines.masters_in_server import answer_for_masters
-from fairseq_async.deepspeed_plugin.engines.tensors import trainable
-from fairseq_async.deepspeed_plugin.engines.zero3 import PartitionedReplica
+from fairseq_async.deepspeed_plugin.engines.masters_in_server import answer_for_masters, refuse_moments
+from fairseq_async.deepspeed_plugin.engines.tensors import check_masters, trainable
+from fairseq_async.deepspeed_plugin.engines.zero3 import PartitionedReplica, ShownGroups
 from fairseq_async.deepspeed_plugin.schedules import NamedSchedule, show_rates
 from fairseq_async.deepspeed_plugin.server_description import SCHEDULER, count_steps_as_torch, described
 from fairseq_async.errors import ConfigurationError, fail
@@ -72,6 +72,7 @@ class HybridEngine(AsyncEngine):
     _moments: StateInServer | None = None  # of the optimizer, once the worker has joined
     trained = 0
     divided: PartitionedReplica | None = None  # this rank's parts of the parameters, in ZeRO 3
+    _shown: ShownGroups | None = None  # of the engine's own optimizer, likewise
     _has_gradient = False  # whether backward was called since the last step
     _served: torch.optim.Optimizer | None = None
     _share = 0  # number of micro-batches in the present gradient, where the server says it
@@ -85,6 +86,9 @@ class HybridEngine(AsyncEngine):
         super().set_up(async_worker, spec, context, run_dir)
         if not self.zero_optimization_partition_weights():
             answer_for_masters(parameter for _, parameter in trainable(self))
+        else:
+            refuse_moments(self.optimizer)
+            self._shown = ShownGroups(self.optimizer.param_groups, self.served.param_groups)
         self._has_schedule = self.lr_scheduler is not None
         self._began = self._followed.state_dict()
         self._note_rates()
@@ -98,6 +102,12 @@ class HybridEngine(AsyncEngine):
         else:
             self._schedule = RateTable(self.served, OptimizerSpec.from_json(self.spec.framework).learning_rates)
         self._rates, self._options = present_rates(self.served), present_options(self.served)
+
+    @errors_in_one_line()
+    def _check_masters(self) -> None:
+        """Checks as :meth:`AsyncEngine._check_masters`; in ZeRO 3, DeepSpeed keeps masters beside the parameters."""
+        if self.divided is not None:
+            check_masters(self.divided)
 
     @errors_in_one_line()
     def _join(self, server_state: Path | None) -> None:
@@ -303,6 +313,8 @@ class HybridEngine(AsyncEngine):
         if self._moments is not None:
             self._moments.check(self.served)
         check_options(self.served, self._options)
+        if self._shown is not None:
+            self._shown.check()
         if isinstance(self._schedule, RateTable) and self._schedule.rates:
             check_table(self.lr_scheduler, steps_taken(self.lr_scheduler), self._schedule.rates)
         if not self._has_schedule:
@@ -313,6 +325,6 @@ class HybridEngine(AsyncEngine):
         """Sets the learning rates as the server sets those of its optimizer."""
         self._schedule.follow(whole_steps(self.async_worker.progress))
         show_rates(self.lr_scheduler, self.served)
-        for shown, group in zip(self.optimizer.param_groups, self.served.param_groups, strict=True):
-            shown["lr"] = group["lr"]
+        if self._shown is not None:
+            self._shown.show()
         self._followed.note()

@@ -69,7 +69,7 @@ class LocalEngine(AsyncEngine):
 
     @errors_in_one_line()
     def _check_masters(self) -> None:
-        tensors.check_masters(self)
+        tensors.check_masters(tensors.replica_of(self, self.context.rank))
 
     def offload_states(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuses what would move the fp32 masters to other memory: the exchange would go on with the old one."""

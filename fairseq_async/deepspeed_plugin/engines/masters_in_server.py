@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,17 @@ def answer_for_masters(parameters: Iterable[Parameter]) -> None:
             setattr(parameter, name, value)
 
 
+def refuse_moments(optimizer: Any) -> None:
+    """Makes the optimizer of ZeRO 3, which has masters and no moments, end the process with one line for a moment."""
+    find = optimizer._get_fp32_opt_state_partition  # of which all its functions get a master or a moment
+
+    def find_master(parameter: Parameter, release_swap_buffers: bool, optim_state_key: str | None = None) -> object:
+        _check(optim_state_key)
+        return find(parameter, release_swap_buffers)
+
+    optimizer._get_fp32_opt_state_partition = find_master
+
+
 def _get(parameter: Parameter, optim_state_key: str | None = None) -> Tensor:
     _check(optim_state_key)
     return parameter.detach().to(torch.float32, copy=True)
@@ -43,7 +55,7 @@ def _check(optim_state_key: str | None) -> None:
     if optim_state_key is not None:
         fail(
             f"{optim_state_key} of hybrid_async's optimizer is in the server, which no script reads or sets: "
-            "leave out safe_get_full_optimizer_state and safe_set_full_optimizer_state"
+            "leave out safe_get_full_optimizer_state and its like"
         )
 
 

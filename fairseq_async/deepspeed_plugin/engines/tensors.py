@@ -148,14 +148,13 @@ def all_finite(gradients: list[Tensor]) -> bool:
     return bool(torch.stack([norm.float() for norm in norms]).isfinite().all())
 
 
-def check_masters(engine: DeepSpeedEngine) -> None:
+def check_masters(replica: Replica) -> None:
     """Checks, before the first batch, that the model's parameters are what their fp32 masters are rounded to.
 
     Raises:
         ConfigurationError: the script has changed one since ``initialize``, and not its master.
     """
-    replica = replica_of(engine, 0)
-    if isinstance(replica, MasterReplica) and (name := replica.strayed()):
+    if isinstance(replica, MasterReplica | PartitionedReplica) and (name := replica.strayed()):
         raise ConfigurationError(
             f"{name} was changed after initialize, and its fp32 master was not: DeepSpeed's first step would undo the "
             "change; load parameters before initialize, or by engine.load_checkpoint"

@@ -1,6 +1,7 @@
-"""The parameters of a ZeRO-3 engine, of which each rank of an island holds a partition."""
+"""The parameters of a ZeRO-3 engine, of which each rank of an island holds a partition, and its groups of them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fairseq_async.deepspeed_plugin.compat import whole_shape
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.protocol import Layout
 from fairseq_async.protocol.layout import Segment
 from fairseq_async.worker.divided import DividedReplica
@@ -56,6 +58,16 @@ class PartitionedReplica(DividedReplica):
             with GatheredParameters([parameter], modifier_rank=0), torch.no_grad():  # which partitions it anew
                 parameter.copy_(view)
 
+    def strayed(self) -> str | None:
+        """Returns the name of a parameter of which this rank's partition is not its master, rounded; None if there is
+        none."""
+        for (name, parameter), master in zip(self._named, self._masters(), strict=True):
+            partition: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]  # of DeepSpeed
+            part = partition.detach().view(-1)[: master.numel()]
+            if not torch.equal(part, master.to(part)):
+                return name
+        return None
+
     def part(self, tensors: slice) -> "PartitionedReplica":
         return PartitionedReplica(self._named[tensors], self._rank)
 
@@ -66,3 +78,40 @@ class PartitionedReplica(DividedReplica):
         """Returns the partitions without what they are padded by."""
         lengths = zip(partitions, self._lengths, strict=True)
         return [partition.detach().view(-1)[:length] for partition, length in lengths]
+
+
+class ShownGroups:
+    """The parameter groups of the engine's own optimizer, which never steps: they show what those of the optimizer in
+    the server have.
+
+    Args:
+        shown: groups of the engine's own optimizer.
+        served: groups of the other one, in the same order.
+    """
+
+    def __init__(self, shown: list[dict[str, Any]], served: list[dict[str, Any]]) -> None:
+        self._shown, self._served = shown, served
+        self.show()
+
+    def show(self) -> None:
+        """Copies the options."""
+        for shown, options in zip(self._shown, self._options(), strict=True):
+            shown.update(options)
+
+    def check(self) -> None:
+        """Checks that the script has not set an option.
+
+        Raises:
+            ConfigurationError: it has.
+        """
+        for number, (shown, options) in enumerate(zip(self._shown, self._options(), strict=True)):
+            for name, value in options.items():
+                if shown.get(name) != value:
+                    remedy = 'give a "scheduler" in the configuration' if name == "lr" else "leave it as it was"
+                    raise ConfigurationError(
+                        f'param_groups[{number}]["{name}"] of the optimizer was {value} and is {shown.get(name)} now, '
+                        f"but it steps in the server: {remedy}"
+                    )
+
+    def _options(self) -> list[dict[str, Any]]:
+        return [{name: value for name, value in group.items() if name != "params"} for group in self._served]

@@ -22,6 +22,7 @@ def make(net: Net, run: Run, parameters: Iterable[Parameter] | None = None) -> A
     """An engine that has not joined its run; of some of the net's parameters, or of all."""
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": BATCH}
     config["gradient_accumulation_steps"] = run.case.micro_batches
+    config["zero_optimization"] = {"stage": run.case.stage}
     given: dict[str, Any] = {"model": net, "model_parameters": parameters or net.parameters(), "config": config}
     if run.case.has_schedule:
         given["lr_scheduler"] = lambda optimizer: LambdaLR(optimizer, factor)

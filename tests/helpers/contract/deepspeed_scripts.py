@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_full_optimizer_state
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -124,16 +125,33 @@ def clear_state(engine: Any, run: Run) -> None:
 def set_moment(engine: Any, run: Run) -> None:
     step(engine, run)
     weight = engine.module.layers[0].weight
-    safe_set_full_optimizer_state(weight, torch.ones_like(weight), "exp_avg")
+    safe_set_full_optimizer_state(weight, torch.ones(5, 5), "exp_avg")
     step(engine, run)
 
 
 def set_master(engine: Any, run: Run) -> None:
     step(engine, run)
     weight = engine.module.layers[0].weight
-    if run.method == "hybrid_async":
-        assert torch.equal(safe_get_full_fp32_param(weight), weight)
-    safe_set_full_fp32_param(weight, torch.zeros_like(weight))
+    if run.method == "hybrid_async" or run.case.stage:
+        with GatheredParameters([weight]):
+            assert torch.equal(safe_get_full_fp32_param(weight), weight)
+    safe_set_full_fp32_param(weight, torch.zeros(5, 5))
+    step(engine, run)
+
+
+def change_beside_master(engine: Any, run: Run) -> None:
+    weight = engine.module.layers[0].weight
+    with GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+        weight.mul_(0.5)
+    step(engine, run)
+
+
+def load_after_initialize(engine: Any, run: Run) -> None:
+    """Without masters beside them, the run begins with the parameters that are loaded."""
+    loaded = {name: each / 2 for name, each in engine.module.state_dict().items()}
+    engine.module.load_state_dict(loaded)
+    engine.join_run()
+    assert all(torch.equal(loaded[name], each) for name, each in engine.module.named_parameters())
     step(engine, run)
 
 
@@ -200,8 +218,9 @@ UNSTEPPED = "heads.0.weight has a gradient and is in no exchange"
 BEFORE = "the model is trained before the run is joined"
 
 
-def refused(does: Callable[[Any, Run], object], said: str, local: str | None = None) -> Script:
-    return Script(compared=False, hybrid_async=said, local_sgd=said if local is None else local, does=does)
+def refused(does: Callable[[Any, Run], object], said: str, local: str | None = None, stage: int = 0) -> Script:
+    local = said if local is None else local
+    return Script(compared=False, hybrid_async=said, local_sgd=local, does=does, stage=stage)
 
 
 CASES = {
@@ -227,9 +246,21 @@ CASES = {
     "a rate": refused(change_option("lr", 0.0), 'param_groups[0]["lr"] of the optimizer was 0.02 and is 0 now', ""),
     "a decay": refused(change_option("weight_decay", 0.5), '"weight_decay"] of the optimizer was 0.3 and is 0.5', ""),
     "a scheduler": refused(own_scheduler, "the optimizer has a scheduler, but it steps in the server", ""),
+    "a rate in ZeRO 3": refused(change_option("lr", 0.0), '["lr"] of the optimizer was 0.02 and is 0.0', "", stage=3),
+    "a decay in ZeRO 3": refused(
+        change_option("weight_decay", 0.5), '"weight_decay"] of the optimizer was 0.3 and is 0.5', "", stage=3
+    ),
     "moments": refused(clear_state, "state of the optimizer was loaded or cleared during the run", ""),
     "a moment by DeepSpeed's function": refused(set_moment, "exp_avg of hybrid_async's optimizer is in the server", ""),
     "a master by DeepSpeed's function": refused(set_master, "layers.0.weight", ""),
+    "a moment in ZeRO 3": refused(set_moment, "exp_avg of hybrid_async's optimizer is in the server", "", stage=3),
+    "a master in ZeRO 3": refused(set_master, "layers.0.weight", "", stage=3),
+    "beside the masters of ZeRO 3": refused(
+        change_beside_master, "layers.0.weight was changed after initialize, and its fp32 master was not", stage=3
+    ),
+    "loaded after initialize": refused(
+        load_after_initialize, "", "was changed after initialize, and its fp32 master was not", stage=1
+    ),
     "the schedule's steps": refused(steps_of_the_schedule, "engine.step(lr_kwargs=…): the schedule follows the run"),
     "a gradient in no exchange": Script(
         compared=False,

@@ -34,7 +34,8 @@ def work(front_end: str, run: Run) -> None:
     torch.manual_seed(0)
     net = Net(run)
     importlib.import_module(f"tests.helpers.contract.{front_end}").train(net, run)
-    trace = torch.stack([*net.trace, net.flat()])
+    divided = run.case.stage == 3  # then parameters have no elements between two passes
+    trace = torch.empty(0) if divided else torch.stack([*net.trace, net.flat()])
     torch.save({"model": net.state_dict(), "trace": trace}, f"{run.path}-{run.worker}.pt")
     sys.exit()
 

@@ -55,6 +55,7 @@ class Case:
     spoilt: tuple[int, ...] = ()  # batches whose loss is NaN
     joins: bool = False
     micro_batches: int = 1  # of a step, in DeepSpeed
+    stage: int = 0  # of ZeRO
     by_number: bool = False
     kills_server: bool = False
     methods: tuple[str, ...] = METHODS
