@@ -64,9 +64,12 @@ def _run(name: str, run_dir: Path, steps: int) -> Iterator[None]:
     launch = [sys.executable, "-m", "fairseq_async", "launch", "--workers", "2", "--slowdown", "1,4", "--"]
     log = run_dir.with_suffix(".log")
     with log.open("w") as output, subprocess.Popen([*launch, *training], stdout=output, stderr=output) as process:
-        while process.poll() is None:
-            yield
-            time.sleep(0.5)
+        try:
+            while process.poll() is None:
+                yield
+                time.sleep(0.5)
+        finally:
+            process.terminate()  # where the demo is interrupted: the launcher ends its workers
     if process.returncode:
         raise AsyncError(f"the {name} run has failed with exit code {process.returncode}; {log} says why")
     yield
@@ -116,4 +119,7 @@ def _draw(curves: dict[str, _Curve], path: Path) -> None:
         axes.plot(*zip(*curve, strict=True), label=name)
     axes.set(xlabel="seconds", ylabel="loss (nats per byte)", title="Two workers, one of them four times slower")
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise AsyncError(f"--out: {path} cannot be written: {error.strerror}") from error

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_async.cli.demo import demo
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.cli.demo import _draw, _run, demo
+from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.records.events import read_events
 from tests.helpers.commands import ROOT
 from tests.helpers.forking import COMMON, stand_ins, start
@@ -31,3 +31,23 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match=r"--out .*file: cannot be written: Not a directory"):
         demo(tmp_path / "file", steps=6)
+
+
+@pytest.mark.usefixtures("executed")
+def test_an_interrupted_demo_ends_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = tmp_path / "python"
+    launcher.write_text(
+        "#!/bin/bash\ntrap 'echo ended; exit' TERM\necho started\nfor n in {1..600}; do sleep 0.1; done\n"
+    )
+    launcher.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(launcher))
+    log, run = tmp_path / "run.log", _run("synchronous", tmp_path / "run", steps=6)
+    while "started" not in log.read_text() if log.exists() else True:
+        next(run)
+    run.close()  # as an interrupt does where the picture is drawn
+    assert "ended" in log.read_text()
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(AsyncError, match=r"--out: .*none/demo.png cannot be written: No such file"):
+        _draw({"synchronous": [(0.0, 2.0), (1.0, 1.0)]}, tmp_path / "none" / "demo.png")
