@@ -2,6 +2,7 @@
 
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 
@@ -74,3 +75,49 @@ def test_a_channel_that_makes_room_has_new_memory_for_each_tensor(pair: tuple[Ch
         theirs.receive()
     for channel in (ours, theirs):
         channel.close()
+
+
+@pytest.mark.parametrize("tensor", [None, torch.ones(3)], ids=["a body", "a tensor"])
+def test_a_message_that_is_held_back_arrives_whole_when_its_end_is_queued(
+    pair: tuple[Channel, Channel], tensor: torch.Tensor | None
+) -> None:
+    ours, theirs = pair
+    theirs.room = torch.zeros(3)
+    ours.queue(b"before")
+    ours.queue(b"held", tensor)
+    release = ours.hold_back()
+    assert ours.flush() and theirs.receive() == b"before"
+    assert not theirs.is_closed(0.05) and theirs.messages() == [] and theirs.has_begun != (tensor is not None)
+    release()
+    assert ours.flush() and theirs.receive() == b"held" and theirs.with_tensor == (tensor is not None)
+    assert theirs.room.tolist() == [float(tensor is not None)] * 3
+
+
+def test_a_channel_that_waits_takes_what_comes_for_two_others_meanwhile(pair: tuple[Channel, Channel]) -> None:
+    """Else a peer whose buffer is full would wait for a reader that waits for another peer."""
+    ends = [pair, *(tuple(Channel(end) for end in socket.socketpair()) for _ in range(2))]
+    sending, receiving = zip(*ends, strict=True)
+    for number, channel in enumerate(receiving):
+        channel.room = torch.zeros(100_000 + number)
+    receiving[0].companions = receiving[1:]
+    sent = [torch.full((100_000 + number,), 1.0 + number) for number in range(3)]
+
+    got: list[bytes] = []
+
+    def send() -> None:
+        for number in (2, 1, 0):
+            sending[number].send(b"part %d" % number, sent[number])
+
+    def receive() -> None:
+        got.extend(channel.receive() for channel in receiving)
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (send, receive)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert got == [b"part 0", b"part 1", b"part 2"]
+    assert all(torch.equal(channel.room, tensor) for channel, tensor in zip(receiving, sent, strict=True))
+    for end in ends[1:]:
+        for channel in end:
+            channel.close()

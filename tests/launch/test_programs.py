@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from fairseq_async import cli
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.launch.command.command import without_beginning
+from fairseq_async.launch.command.programs import is_fairseq, numbers_of_ranks
 from fairseq_async.launch.join import join
 from tests.helpers.commands import free_port
 from tests.helpers.slurm import SLURM
@@ -58,3 +61,56 @@ def test_a_worker_that_joins_before_its_server_listens_says_so_and_is_started(
     join(address, [sys.executable, "train.py"], tmp_path / "token", None)
     assert started == [address]
     assert f"{address}: no server there (Connection refused); trying again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "workers", "numbers"),
+    [("2", 3, [2, 2, 2]), ("1,2,3", 3, [1, 2, 3]), ("4", 1, [4])],
+)
+def test_ranks_are_one_number_for_all_workers_or_one_for_each(given: str, workers: int, numbers: list[int]) -> None:
+    assert numbers_of_ranks(given, workers) == numbers
+
+
+@pytest.mark.parametrize("given", ["0", "1,2", "1,2,3,4", "1,0,2", "1,-1,2", "two", "", "1,,2"])
+def test_other_numbers_of_ranks_are_one_line(given: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^--ranks-per-worker {given}: .* each of the 3 workers: 2,1$"):
+        numbers_of_ranks(given, 3)
+
+
+def test_a_command_that_is_to_go_on_has_nothing_left_of_where_it_began() -> None:
+    begins = ["--restore-file", "a.pt", "--reset-optimizer", "--restore-file=b.pt", "--reset-dataloader"]
+    keeps = [
+        "fairseq-train",
+        "data",
+        "--lr",
+        "0.1",
+        "--save-dir",
+        "a.pt",
+        "--reset-meters",
+        "--finetune-from-model",
+        "c",
+    ]
+    assert without_beginning([*keeps[:2], *begins, *keeps[2:], "--reset-lr-scheduler"]) == keeps
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (["fairseq-train", "data"], True),
+        (["/opt/bin/fairseq-train", "data", "--optimizer", "adam"], True),
+        (["train.sh", "data", "--optimizer", "local_sgd"], True),
+        (["train.sh", "--optimizer=hybrid_async"], True),
+        (["train.sh", "--optimizer", "adam"], False),
+        (["train.sh", "--optimizer"], False),
+        (["train.sh", "local_sgd"], False),
+        (["python", "train.py"], False),
+    ],
+)
+def test_a_command_is_fairseqs_by_its_name_or_by_a_method_of_ours(line: list[str], found: bool) -> None:
+    assert is_fairseq(line) == found
+
+
+@pytest.mark.parametrize("line", [[], ["fairseq-hydra-train", "x"], ["fairseq-generate", "--optimizer", "local_sgd"]])
+def test_a_program_that_trains_nothing_here_is_refused(line: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="fairseq-train"):
+        is_fairseq(line)

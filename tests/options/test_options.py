@@ -4,6 +4,7 @@ import json
 import math
 from argparse import ArgumentParser
 from dataclasses import asdict, fields, replace
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 from fairseq_async.errors import ConfigurationError, as_argument, as_flag, as_key, spell_options
 from fairseq_async.method import methods, option_flags
 from fairseq_async.method.methods import OuterRule, register_outer_rule
+from fairseq_async.method.option_checks import check_ranks
 from fairseq_async.method.spec import MethodSpec, ServerSettings, global_spec, hybrid_spec, local_sgd_spec
 from fairseq_async.options.config import (
+    AdaScaleOptions,
     AdasumOptions,
     DelayedNesterovOptions,
     DiLoCoOptions,
@@ -24,6 +27,7 @@ from fairseq_async.options.config import (
     OuterSGDOptions,
     Section,
     ServerOptions,
+    divides_by_default,
 )
 from fairseq_async.pytorch.options import parse_options
 from scripts import option_tables
@@ -441,3 +445,119 @@ def test_a_description_as_long_as_another_keeps_all_else() -> None:
     assert ours.as_long_as(other) == expected
     same = replace(other, whole_steps=7)
     assert ours.as_long_as(same) == ours
+
+
+# One value of each option that excludes others; those of the method, and those of the server.
+FEATURES: dict[str, dict[str, Any]] = {
+    "overlap": {"overlap": True},
+    "fragments": {"fragments": 2},
+    "delay": {"fragment_delay": 1},
+    "compress": {"compress": "topk"},
+    "upstream": {"upstream": "a:1"},
+    "buffers": {"buffers": "average"},
+    "grace": {"grace_period": 2.0},
+    "compensation": {"delay_compensation": 0.5},
+    "power": {"staleness_power": -0.5},
+    "diloco": {"outer": "diloco"},
+}
+OF_SERVER: dict[str, dict[str, Any]] = {
+    "shards": {"server_shards": 2},
+    "hosts": {"server_shards": "a:1"},
+    "cuda": {"server_device": "cuda"},
+    "record": {"record": True},
+    "norm": {"max_update_norm_ratio": 5.0},
+}
+REFUSED = {
+    "overlap": "fragments delay buffers grace diloco",
+    "fragments": "upstream buffers compensation diloco hosts norm",
+    "delay": "upstream buffers compensation diloco hosts norm",
+    "compress": "buffers hosts",
+    "upstream": "buffers hosts cuda",
+    "buffers": "shards hosts",
+    "grace": "diloco",
+    "compensation": "diloco hosts",
+    "power": "diloco hosts",
+    "shards": "cuda",
+    "hosts": "cuda",
+    "cuda": "record",
+}
+
+
+def is_refused(*names: str) -> bool:
+    own = {key: value for name in names for key, value in FEATURES.get(name, {}).items()}
+    of_server = {key: value for name in names for key, value in OF_SERVER.get(name, {}).items()}
+    try:
+        local_sgd_spec(methods.parse(LocalSGDOptions, own, "test"), 2, [], ServerOptions(**of_server), {})
+    except ConfigurationError:
+        return True
+    return False
+
+
+def test_each_option_goes_with_every_other_but_those_that_exclude_it() -> None:
+    every = [*FEATURES, *OF_SERVER]
+    assert not any(map(is_refused, every))
+    pairs = [pair for pair in combinations(every, 2) if pair != ("shards", "hosts")]  # values of one option
+    expected = [(name, other) for name, others in REFUSED.items() for other in others.split()]
+    assert [pair for pair in pairs if is_refused(*pair)] == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "gradients", "found"),
+    [
+        ({}, 3, 3.0),
+        ({"scale": 5.0}, 3, 5.0),
+        ({"scale": 1.0}, 1, 1.0),
+        ({"scale": 5.0, "interval": 2}, 3, 5.0),
+        ({"scale": 5.0, "estimator": "differences"}, 1, 5.0),
+        ({}, 1, "use several ranks or gradient accumulation"),
+        ({"scale": 5.0}, 1, "use several ranks or gradient accumulation"),
+        ({"scale": 5.0, "estimator": "differences"}, 2, "is for a step with one gradient, and this step has 2"),
+        ({"scale": 5.0, "estimator": "differences", "interval": 2}, 1, "interval is for"),
+        ({"estimator": "differences"}, 1, "needs .*scale"),
+    ],
+    ids=str,
+)
+def test_the_scale_of_adascale_is_given_or_the_number_of_gradients(
+    given: dict[str, Any], gradients: int, found: float | str
+) -> None:
+    options = AdaScaleOptions(**given)
+    if isinstance(found, float):
+        assert options.scale_of(gradients) == found
+    else:
+        with pytest.raises(ConfigurationError, match=found):
+            options.scale_of(gradients)
+
+
+@pytest.mark.parametrize(
+    ("given", "micro_batches", "workers", "divides"),
+    [
+        ({}, 2, 2, True),
+        ({"updates_per_step": "auto", "look_ahead": 1}, 3, 2, True),
+        ({"updates_per_step": None, "barrier": False}, 2, 3, True),
+        ({}, 1, 2, False),
+        ({}, 2, 1, False),
+        ({"shares": "equal"}, 2, 2, False),
+        ({"shares": "auto"}, 2, 2, False),  # it is given: there is no default
+        ({"barrier": True}, 2, 2, False),
+        ({"updates_per_step": 2}, 2, 2, False),
+    ],
+    ids=str,
+)
+def test_a_front_end_divides_micro_batches_where_a_step_closes_early_and_nothing_else_is_given(
+    given: dict[str, Any], micro_batches: int, workers: int, divides: bool
+) -> None:
+    assert divides_by_default(given, micro_batches, workers) == divides
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [({"overlap": True}, "overlap"), ({"fragments": 2}, "fragments"), ({"fragment_delay": 2}, "fragment-delay")],
+    ids=str,
+)
+def test_what_ranks_would_do_in_different_orders_is_for_workers_of_one_rank(given: dict[str, Any], key: str) -> None:
+    options = methods.parse(LocalSGDOptions, given, "test")
+    check_ranks(options, 1, "here")
+    check_ranks(methods.parse(LocalSGDOptions, {"compress": "topk", "grace_period": 1.0}, "test"), 3, "here")
+    for ranks in (2, 3):
+        with pytest.raises(ConfigurationError, match=f"^here: --{key} is not supported in a worker of several ranks$"):
+            check_ranks(options, ranks, "here")

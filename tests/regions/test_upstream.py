@@ -23,6 +23,7 @@ from fairseq_async.server.membership import Membership
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.server.service import Service
 from tests.helpers.regions import LAYOUT, region_spec
+from tests.helpers.stand_ins import Clock
 
 HALF = parse_upstream("host:1,updates=2,merge=0.5").above
 ONES = torch.ones(LAYOUT.size)
@@ -239,3 +240,38 @@ def test_a_region_that_comes_back_to_a_run_that_is_over_sends_nothing_more() -> 
     _, restored = from_snapshot(coordinator, upstream.state_dict())
     restored.join(GlobalParameters(3, 9, True, ONES), 0.0, fresh=False)
     assert restored.finished and restored.idle and restored.due(1.0) is None
+
+
+def test_a_region_that_is_done_waits_for_the_global_server_as_long_as_for_a_worker() -> None:
+    """Until all it has sent is answered and it has left; without an answer, for a worker's timeout from its end."""
+    coordinator, upstream = begun()
+    upstream.join(GlobalParameters(0, 7, False, 0 * ONES), 0.0, fresh=True)
+    clock, left, told = Clock(10.0), list[float](), list[str]()
+    service: Any = SimpleNamespace(
+        begun=SimpleNamespace(coordinator=coordinator),
+        clock=clock,
+        membership=SimpleNamespace(timeout=5.0),
+        tell=told.append,
+        _link=SimpleNamespace(leave=lambda: left.append(clock.now)),
+        _upstream=lambda run: upstream,
+        _ending_at=None,
+        _leaving=False,
+        _has_left=False,
+    )
+
+    def busy(now: float) -> bool:
+        clock.now = now
+        return RegionalService._is_busy(service)
+
+    assert not busy(10.0), "its workers go on"
+    move(coordinator, upstream)
+    assert upstream.due(11.0) is not None
+    coordinator.finished = True
+    assert busy(20.0) and busy(24.0) and not left
+    upstream.merge(GlobalParameters(1, 8, False, 0 * ONES))
+    assert busy(24.5) and busy(25.0) and left == [24.5] and not told
+    assert not busy(25.5) and left == [24.5] and [line[:35] for line in told] == ["the global server did not answer: i"]
+    service._ending_at, service._has_left = None, False
+    assert busy(30.0)
+    service._has_left = True
+    assert not busy(31.0) and len(told) == 1, "it has answered"
