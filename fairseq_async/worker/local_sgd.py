@@ -3,6 +3,7 @@
 import math
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -28,6 +29,7 @@ class LocalSGDWorker(AsyncWorker):
 
     Attributes:
         exchanges: how the worker exchanges; directly by default.
+        clock: returns the time in seconds, by which waiting for answers is measured.
         assignment: the work that the server has assigned; ``done`` of its local steps are taken.
         offset: number of batches of the shard that were drawn before this worker's, or that others draw.
         epochs, tokens: amount of data since the last exchange, where the caller counts it.
@@ -38,6 +40,7 @@ class LocalSGDWorker(AsyncWorker):
     def __init__(self, client: ServerConnection, replica: Replica) -> None:
         super().__init__(client, replica, MOST_LEFT_OUT)
         self.exchanges = DirectExchange(self)
+        self.clock: Callable[[], float] = time.perf_counter
         self.assignment = Assignment(local_steps=0)
         self.offset = 0
         self.epochs = self.tokens = 0.0
@@ -226,7 +229,7 @@ class DirectExchange:
 
     def run(self, position: JsonObject | None) -> None:
         """Sends the local steps that are done, and starts again from the server's parameters."""
-        worker, started = self.worker, time.perf_counter()
+        worker, started = self.worker, self.worker.clock()
         worker.pin_exchanged()
         answer = worker.client.push(worker.replica.subtract, worker.message(position))
         work = worker.wait_while_idle(answer)
@@ -234,7 +237,7 @@ class DirectExchange:
         worker.take_work(work)
         worker.restart_counts()
         worker.start()
-        worker.note_answer(answer, time.perf_counter() - started)
+        worker.note_answer(answer, worker.clock() - started)
 
     def settle(self) -> None:
         """Waits for the answer that is on its way; here there is none between two steps."""

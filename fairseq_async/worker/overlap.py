@@ -1,6 +1,5 @@
 """Exchanges of local SGD during which a worker goes on computing: overlapped, and in fragments."""
 
-import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
@@ -114,9 +113,9 @@ class BackgroundExchange(DirectExchange):
         worker = self.worker
         if self._exchange is None:
             return
-        started, in_flight = time.perf_counter(), worker.done
+        started, in_flight = worker.clock(), worker.done
         (answer, work, worker.version, whole), self._exchange = self._exchange.result(), None
-        waited = time.perf_counter() - started
+        waited = worker.clock() - started
         worker.take_work(work)
         by_hand = not in_flight and worker.changed_parameter() is not None  # since they were sent, by no step
         if whole:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from fairseq_async.deepspeed_plugin.engines import adascale
 from fairseq_async.deepspeed_plugin.engines.adascale import AdaScaleEngine
@@ -126,7 +127,8 @@ def test_a_checkpoint_brings_the_gain_and_its_schedule_unless_the_module_alone_i
     steps: list[object], monkeypatch: pytest.MonkeyPatch, path: str | None, module_only: bool
 ) -> None:
     loaded = path, {"fairseq_async.adascale": "statistics"}
-    monkeypatch.setattr(SynchronousEngine, "load_checkpoint", lambda self, *args: loaded)
+    monkeypatch.setattr(DeepSpeedEngine, "load_checkpoint", lambda self, *args: loaded)
+    monkeypatch.setattr(SynchronousEngine, "_check_equal", lambda self: None)
     engine, restores = Scaled(), path is not None and not module_only
     assert engine.load_checkpoint("directory", load_module_only=module_only) == loaded
     assert engine.calls == ["statistics"] * restores and steps[1:] == [("schedule", 7.5)] * restores
