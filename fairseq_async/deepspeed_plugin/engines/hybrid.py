@@ -304,8 +304,8 @@ class HybridEngine(AsyncEngine):
         self._log()
 
     def _check_rates(self) -> None:
-        """Checks that the script does not change the optimizer's options or state, nor the learning rates where the
-        server has no schedule.
+        """Checks that the script does not change the optimizer's options, state or step, nor the learning rates where
+        the server has no schedule.
 
         Raises:
             ConfigurationError: it does.
@@ -320,6 +320,11 @@ class HybridEngine(AsyncEngine):
         if not self._has_schedule:
             remedy = 'give a schedule as "scheduler" in the configuration, or as lr_scheduler='
             check_rates(self.served, self._rates, remedy)
+        if any(map(_is_changed, (self.optimizer, self.basic_optimizer))):
+            raise ConfigurationError(
+                "the optimizer has a step hook, or a step() of the script's own, but it steps in the server, and "
+                "neither is called: change the gradients before engine.step(), or use local SGD"
+            )
 
     def _set_learning_rates(self) -> None:
         """Sets the learning rates as the server sets those of its optimizer."""
@@ -328,3 +333,9 @@ class HybridEngine(AsyncEngine):
         if self._shown is not None:
             self._shown.show()
         self._followed.note()
+
+
+def _is_changed(optimizer: Any) -> bool:
+    """Whether the script has given the optimizer step hooks, or a ``step``; schedulers wrap it, too."""
+    hooks = (getattr(optimizer, f"_optimizer_step_{kind}_hooks", None) for kind in ("pre", "post"))
+    return any(hooks) or ("step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"))

@@ -116,6 +116,25 @@ def own_scheduler(engine: Any, run: Run) -> None:
     step(engine, run)
 
 
+def hook(when: str) -> Callable[[Any, Run], None]:
+    """A hook that changes something at each step."""
+
+    def does(engine: Any, run: Run) -> None:
+        called: list[object] = []
+        getattr(engine.basic_optimizer, f"register_step_{when}_hook")(lambda *_: called.append(1))
+        for _ in range(3):
+            step(engine, run)
+        assert called
+
+    return does
+
+
+def wrap_step(engine: Any, run: Run) -> None:
+    own = engine.optimizer.step
+    engine.optimizer.step = lambda *given, **named: own(*given, **named)
+    step(engine, run)
+
+
 def clear_state(engine: Any, run: Run) -> None:
     step(engine, run)
     engine.optimizer.state.clear()
@@ -250,6 +269,11 @@ CASES = {
     "a decay in ZeRO 3": refused(
         change_option("weight_decay", 0.5), '"weight_decay"] of the optimizer was 0.3 and is 0.5', "", stage=3
     ),
+    **{
+        f"a {when}-step hook": refused(hook(when), "the optimizer has a step hook, or a step()", "")
+        for when in ("pre", "post")
+    },
+    "a step of the script's own": refused(wrap_step, "the optimizer has a step hook, or a step()", ""),
     "moments": refused(clear_state, "state of the optimizer was loaded or cleared during the run", ""),
     "a moment by DeepSpeed's function": refused(set_moment, "exp_avg of hybrid_async's optimizer is in the server", ""),
     "a master by DeepSpeed's function": refused(set_master, "layers.0.weight", ""),
