@@ -44,9 +44,8 @@ SHORTER = (
     (r"--workers 2 (-- fairseq-train .*--(?:compress|fragments|shards|record))", r"--workers 1 \1"),
     (r"^torchrun", "torchrun --standalone"),
     (r"--num_(?:gpus|accelerators) \d", "--num_accelerators 2 --master_port 29400"),
-    (r"(?:HOST|127\.0\.0\.2|10\.9\.0\.1):29400", "127.0.0.1:29400"),  # this machine is every machine
+    (r"(?:HOST|127\.0\.0\.2):29400", "127.0.0.1:29400"),  # this machine is every machine
     (r"HOST\d:", "127.0.0.1:"),
-    (r"--host 10\.9\.0\.1", "--host 127.0.0.1"),
     (r"scp A:", "cp "),
     (r"--until \d+", "--until 2"),
     (r"^(fairseq-generate .*)$", r"\1 --max-len-b 5"),
