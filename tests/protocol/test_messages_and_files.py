@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -59,3 +60,16 @@ def test_a_line_that_comes_again_and_again_is_written_ever_more_rarely(monkeypat
         journal("left", str(number))
     journal("came", "another kind")
     assert written == [*map(str, range(1, 101)), "128", "256", "512", "another kind"]
+
+
+def test_a_notice_is_one_line_of_what_can_be_printed_and_waits_for_no_reader() -> None:
+    """The launcher shows it on a terminal; its text may be another machine's."""
+    reader, writer = os.pipe()
+    tell = notices.Notices(writer)
+    tell("refused: a\nb\x1b[31m, Zürich")
+    assert os.read(reader, 1000).decode() == "refused: a\\nb\\x1b[31m, Zürich\n"
+    for _ in range(200):
+        tell("x" * 1000)  # more than a pipe holds
+    os.close(reader)
+    tell("nobody reads")
+    os.close(writer)

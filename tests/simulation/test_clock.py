@@ -100,3 +100,13 @@ def test_steps_together_take_the_sum_of_theirs(tmp_path: Path) -> None:
         drawn = torch.tensor([speed.of_steps(16 * number, 16) for number in range(2000)])
         assert drawn.mean() == pytest.approx(16 * speed.mean, rel=0.02) and speed.of_steps(17, 1) == speed.of_step(17)
         assert drawn.std() / drawn.mean() == pytest.approx(kind.get("spread", 1.0) / 4, rel=0.07)
+
+
+@pytest.mark.parametrize(("distribution", "spread"), [("lognormal", 0.5), ("uniform", 0.5), ("exponential", 1.0)])
+def test_the_time_of_several_steps_together_varies_by_the_root_of_their_number(
+    distribution: str, spread: float
+) -> None:
+    given = {"distribution": distribution, "mean": 2.0} | ({} if spread == 1.0 else {"spread": spread})
+    assert Distribution.model_validate(given).of_sum(9) == Distribution(
+        distribution="lognormal", mean=18.0, spread=spread / 3
+    )

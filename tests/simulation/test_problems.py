@@ -2,8 +2,11 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import nn
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.reporting.runs import load
@@ -64,3 +67,18 @@ def test_flags_that_fairseq_does_not_take_are_one_line(data: Path, tmp_path: Pat
     problem = {"type": "fairseq_translation", "data": str(data), "flags": flags}
     with pytest.raises(ConfigurationError, match='"problem": "flags": .*--arch'):
         Simulator(experiment(tmp_path, problem=problem), tmp_path / "out", resume=False)
+
+
+def test_a_validation_is_without_dropout_weighs_by_tokens_and_leaves_the_model_in_training() -> None:
+    from fairseq_async.simulation.problems.translation import Translation  # which imports fairseq
+
+    model, modes = nn.Dropout(), list[bool]()
+
+    def criterion(model: nn.Module, sample: dict[str, float]) -> tuple[float, float, dict[str, float]]:
+        modes.append(model.training)
+        return 0.0, sample["tokens"], {"loss": 99.0, "nll_loss": sample["loss"]}
+
+    held_out = [{"loss": 2.0, "tokens": 1.0}, {"loss": 4.0, "tokens": 3.0}]
+    problem: Any = SimpleNamespace(model=model, criterion=criterion, held_out=held_out, _on_device=lambda each: each)
+    assert Translation.evaluate(problem) == (2.0 + 4.0) / (1.0 + 3.0)
+    assert modes == [False, False] and model.training
