@@ -140,6 +140,10 @@ class StateInServer(defaultdict[Any, Any]):
         none."""
         fail(_READ)
 
+    def values(self) -> NoReturn:
+        """As :meth:`__missing__`: a loop over all moments, which sets or scales them, would do nothing."""
+        fail(_READ)
+
     def check(self, optimizer: Optimizer) -> None:
         """Checks that the optimizer has this state.
 

@@ -325,6 +325,11 @@ CHANGES: dict[str, tuple[Callable[[Optimizer], object], bool, str]] = {  # and w
     "parameters": (setting("params", []), True, "param_groups[0] of the optimizer"),
     "moments that are read": (read, False, STATE.replace("loaded or cleared", "read")),
     "moments that are loaded": (load_new, False, STATE),
+    "all moments": (
+        lambda optimizer: list(optimizer.state.values()),
+        False,
+        STATE.replace("loaded or cleared", "read"),
+    ),
     "moments that are cleared": (lambda optimizer: optimizer.state.clear(), False, STATE),
 }
 

@@ -141,6 +141,13 @@ def clear_state(engine: Any, run: Run) -> None:
     step(engine, run)
 
 
+def scale_moments(engine: Any, run: Run) -> None:
+    step(engine, run)
+    for moments in engine.optimizer.state.values():
+        moments["exp_avg"].mul_(0.5)
+    step(engine, run)
+
+
 def set_moment(engine: Any, run: Run) -> None:
     step(engine, run)
     weight = engine.module.layers[0].weight
@@ -275,6 +282,7 @@ CASES = {
     },
     "a step of the script's own": refused(wrap_step, "the optimizer has a step hook, or a step()", ""),
     "moments": refused(clear_state, "state of the optimizer was loaded or cleared during the run", ""),
+    "all moments": refused(scale_moments, "moments", ""),
     "a moment by DeepSpeed's function": refused(set_moment, "exp_avg of hybrid_async's optimizer is in the server", ""),
     "a master by DeepSpeed's function": refused(set_master, "layers.0.weight", ""),
     "a moment in ZeRO 3": refused(set_moment, "exp_avg of hybrid_async's optimizer is in the server", "", stage=3),
