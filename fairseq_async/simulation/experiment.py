@@ -148,6 +148,7 @@ class _Head(StrictModel):
     clusters: dict[str, dict[str, Any]] | None = None
     target: dict[str, Any] | None = None
     device: str = "auto"
+    bf16: bool = False
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,8 @@ def read(path: Path) -> Experiment:
     optimizer = checked(OptimizerOptions, head.optimizer, f"{path}, optimizer")
     simulated = tuple(_method(path, name, values, head.optimizer) for name, values in head.methods.items())
     target = None if head.target is None else _target(path, head.target, list(head.methods))
+    if head.bf16:
+        _check_bf16(path, head, simulated)
     before = None if head.pretraining is None else checked(Pretraining, head.pretraining, f"{path}, pretraining")
     return Experiment(
         path=path,
@@ -235,6 +238,16 @@ def read(path: Path) -> Experiment:
         target=target,
         raw=raw,
     )
+
+
+def _check_bf16(path: Path, head: _Head, given: tuple[Method, ...]) -> None:
+    for method in given:
+        if not isinstance(method.options, HybridOptions):
+            raise ConfigurationError(
+                f'{_in(path, "method", method.name)}: "bf16" is simulated with hybrid_async: leave one of them out'
+            )
+    if head.pretraining is not None:
+        raise ConfigurationError(f'{path}: "pretraining" is in fp32: leave it out, or "bf16"')
 
 
 def _in(path: Path, section: str, name: str) -> str:

@@ -83,7 +83,8 @@ class Simulator:
             size = experiment.head.batch_size
             raise ConfigurationError(f'"batch_size" is {size}: the problem has {problem.samples} samples')
         order = ShardOrder([problem.samples], experiment.seed)
-        self.model = SharedModel(problem, experiment.head.batch_size, order, experiment.seed)
+        head = experiment.head
+        self.model = SharedModel(problem, head.batch_size, order, experiment.seed, head.bf16)
         self._check_pairs()
         self._stop = False
         self._claim_out()

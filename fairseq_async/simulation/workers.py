@@ -124,28 +124,37 @@ class SharedModel:
     Args:
         batch_size: number of samples in a step.
         order: order of the samples.
+        bf16: makes the model one of bfloat16, which is rounded from the flat fp32 tensor before each gradient and each
+            evaluation, as a real worker's is from the server's parameters. It takes no local steps.
     """
 
-    def __init__(self, problem: Problem, batch_size: int, order: ShardOrder, seed: int) -> None:
+    def __init__(self, problem: Problem, batch_size: int, order: ShardOrder, seed: int, bf16: bool = False) -> None:
         self.problem, self.batch_size, self.order, self.seed = problem, batch_size, order, seed
+        if bf16:
+            problem.model.bfloat16()
         named = [(name, p) for name, p in problem.model.named_parameters() if p.requires_grad]
         self.layout = Layout.of(named)
         self.parameters = [parameter for _, parameter in named]
         self.flat = torch.empty(self.layout.size, device=self.parameters[0].device)
         for view, parameter in zip(self.layout.views(self.flat), self.parameters, strict=True):
             view.copy_(parameter.detach())
+        self._rounded = self.flat.bfloat16() if bf16 else None
         self.live_in(self.flat)
 
     def live_in(self, flat: Tensor) -> None:
-        """Makes the model's parameters views of ``flat`` from now on, without a copy."""
-        for view, parameter in zip(self.layout.views(flat), self.parameters, strict=True):
+        """Makes the model's parameters views of ``flat`` from now on, without a copy; in bf16 they are rounded from it
+        when they are used."""
+        self._given = flat
+        own = flat if self._rounded is None else self._rounded
+        for view, parameter in zip(self.layout.views(own), self.parameters, strict=True):
             parameter.data = view
 
     def gradient(self, worker: LogicalWorker, shard: int, number: int, batches: int = 1) -> float:
         """Writes the mean gradient at the current parameters, of so many batches from the shard's ``number``-th, into
         ``worker.delta``; returns the loss."""
-        worker.delta.zero_()
-        for view, parameter in zip(self.layout.views(worker.delta), self.parameters, strict=True):
+        self._round()
+        summed = worker.delta.zero_() if self._rounded is None else torch.zeros_like(self._rounded)
+        for view, parameter in zip(self.layout.views(summed), self.parameters, strict=True):
             parameter.grad = view
         total = worker.weight = 0.0
         for batch in range(batches):
@@ -155,6 +164,8 @@ class SharedModel:
             total, worker.weight = total + float(loss.detach()), worker.weight + weight
         for parameter in self.parameters:
             parameter.grad = None
+        if summed is not worker.delta:
+            worker.delta.copy_(summed)
         if batches > 1:
             worker.delta.div_(worker.weight)
             total /= worker.weight
@@ -167,6 +178,7 @@ class SharedModel:
 
         The model must not live in ``start``.
         """
+        assert self._rounded is None, "local steps are in fp32"
         self.flat.copy_(start)
         losses, tokens = self.take_steps(worker, assignment, range(assignment.local_steps), rate, clip_norm)
         torch.sub(start, self.flat, out=worker.delta)
@@ -192,6 +204,7 @@ class SharedModel:
         return [float(loss) for loss in losses], tokens
 
     def evaluate(self) -> float:
+        self._round()
         return self.problem.evaluate()
 
     def pretrain(self, options: OptimizerOptions, rate: LearningRate, steps: int) -> float:
@@ -201,6 +214,10 @@ class SharedModel:
         whole = Assignment(local_steps=steps, shard=0)
         losses, _ = self.local_steps(alone, self.flat.clone(), whole, rate, options.clip_norm)
         return fmean(losses[-max(1, steps // 10) :])
+
+    def _round(self) -> None:
+        if self._rounded is not None:
+            self._rounded.copy_(self._given)
 
     def _loss(self, worker: LogicalWorker, shard: int, number: int, step: int) -> tuple[Tensor, float]:
         own = ((self.seed * 1009 + worker.number) * 1_000_003 + worker.sequence) * 1009 + step

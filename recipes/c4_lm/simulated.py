@@ -62,7 +62,7 @@ class C4:
         return torch.stack([self.train[index]["input_ids"] for index in indices]).to(self.device)
 
     def loss(self, batch: Tensor) -> tuple[Tensor, float]:
-        logits = self.model(input_ids=batch).logits
+        logits = self.model(input_ids=batch).logits.float()  # as transformers computes its loss
         return cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()), float(batch[:, 1:].numel())
 
     @torch.no_grad()

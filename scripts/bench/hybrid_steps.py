@@ -152,7 +152,7 @@ class Bench:
         seeded = replace(given, head=given.head.model_copy(update={"seed": seed, "steps": steps}))
         problem = problems.build(given.head.problem, given.path.resolve().parent, seed, torch.device("cpu"))
         order = ShardOrder(shard_sizes(problem.samples, cluster.workers), seed)
-        model = kind(problem, given.head.batch_size, order, seed)
+        model = kind(problem, given.head.batch_size, order, seed, given.head.bf16)
         rated = replace(method, optimizer=method.optimizer.model_copy(update={"lr": lr}))
         receipts: list[Receipt] = []
 

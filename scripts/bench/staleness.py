@@ -150,6 +150,8 @@ class Four:
 def four_runs(experiment: Experiment, pretraining: int) -> Four:
     """Makes the four runs, from the initial parameters or after ``pretraining`` steps of plain training."""
     (cluster,), seed, options = experiment.clusters.values(), experiment.seed, experiment.optimizer
+    if experiment.head.bf16:
+        raise ConfigurationError(f'{experiment.path}: "bf16" is not measured here: leave it out')
     problem = problems.build(experiment.head.problem, experiment.path.resolve().parent, seed, torch.device("cpu"))
     model = SharedModel(problem, experiment.head.batch_size, ShardOrder([problem.samples], seed), seed)
     if pretraining:

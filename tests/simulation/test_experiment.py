@@ -72,6 +72,11 @@ def _speed(seconds: Any) -> dict[str, Any]:
         ({"device": "gpu3"}, '"device": gpu3 cannot be used'),
         ({"problem": {"type": "gaussians", "classes": 0}}, '"classes" must be a whole number of at least 1 (it is 0)'),
         ({"problem": {"type": ":f"}}, '"problem": "type": :f cannot be imported'),
+        ({"bf16": True}, 'method DN: "bf16" is simulated with hybrid_async: leave one of them out'),
+        (
+            {"bf16": True, "pretraining": {"steps": 1}, "methods": {"A": {"method": "hybrid_async"}}},
+            '"pretraining" is in fp32: leave it out, or "bf16"',
+        ),
         ({"methods": {"a/b": DN, "a b": DN}}, "the files of a/b and of a b would both be in"),
     ],
 )

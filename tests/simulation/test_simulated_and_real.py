@@ -37,13 +37,13 @@ class Sines:
         self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
     def batch(self, indices: Sequence[int]) -> Tensor:
-        return self.inputs[list(indices)]
+        return self.inputs[list(indices)].to(self.model[0].weight)
 
     def loss(self, x: Tensor) -> tuple[Tensor, float]:
         return nn.functional.mse_loss(self.model(x), x.sin().sum(1, keepdim=True)), float(len(x))
 
     def evaluate(self) -> float:
-        return float(self.loss(self.inputs)[0].detach())
+        return float(self.loss(self.batch(range(256)))[0].detach())
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,12 @@ def build(spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Schedul
 class Real:
     """One worker: a model of its own, and the batches of its shard."""
 
-    def __init__(self, server: ThreadServer, spec: MethodSpec, worker: int, order: ShardOrder) -> None:
+    def __init__(
+        self, server: ThreadServer, spec: MethodSpec, worker: int, order: ShardOrder, bf16: bool = False
+    ) -> None:
         self.sines, self.order = Sines(), order
+        if bf16:
+            self.sines.model.bfloat16()
         named = list(self.sines.model.named_parameters())
         self.hybrid = HybridWorker(Client(server.address, server.token, worker), named)
         welcome = self.hybrid.join(spec)
@@ -160,3 +164,34 @@ def test_with_one_gradient_a_step_and_four_workers_both_schedules_count_the_serv
         pass
     assert trial.server.version == 40 and rates[-1] < 0.3 * 0.05
     assert torch.allclose(trial.parameters, real, rtol=1e-5, atol=1e-6)
+
+
+def test_a_simulation_in_bf16_ends_where_a_real_worker_in_bf16_ends(tmp_path: Path) -> None:
+    """Masters below the precision of bf16 are kept: the server's, of which the worker's model is the rounding."""
+    order = ShardOrder([256], seed=1)
+    server = ThreadServer(1, tmp_path / "real", build=build)
+    try:
+        worker = Real(server, hybrid_spec(HybridOptions(look_ahead=0.0), 1, None, {}, 40), 0, order, bf16=True)
+        for _ in range(40):
+            worker.step()
+        real = server.service.described.coordinator.server.parameters.clone()
+    finally:
+        server.stop()
+    experiment = {
+        "problem": {"type": "here"},
+        "bf16": True,
+        "steps": 40,
+        "batch_size": 8,
+        "optimizer": {"type": "sgd", "lr": 0.05, "momentum": 0.5},
+        "cluster": {"workers": 1},
+        "schedule": {"type": "cosine", "warmup": 6, "minimum": 0.1},
+        "methods": {"it": {"method": "hybrid_async", "look_ahead": 0.0}},
+    }
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(experiment))
+    given = read(tmp_path / "experiment.yaml")
+    model = SharedModel(Sines(), 8, order, seed=1, bf16=given.head.bf16)
+    trial = Trial(given, given.methods[0], given.clusters[""], model, model.flat.clone(), lambda *_: None)
+    while trial.advance():
+        pass
+    assert trial.server.version == 40 and torch.allclose(trial.parameters, real, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(real, real.bfloat16().float())

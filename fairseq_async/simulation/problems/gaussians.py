@@ -51,12 +51,16 @@ class Gaussians:
     def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
         """Returns the mean cross entropy, and the number of points."""
         points, labels = batch
-        return cross_entropy(self.model(points), labels), float(len(labels))
+        return self._cross_entropy(points, labels), float(len(labels))
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Returns the mean cross entropy on a fifth of all points, which are not trained on."""
-        return float(cross_entropy(self.model(self.points[self.samples :]), self.labels[self.samples :]))
+        return float(self._cross_entropy(self.points[self.samples :], self.labels[self.samples :]))
+
+    def _cross_entropy(self, points: Tensor, labels: Tensor) -> Tensor:
+        outputs = self.model(points.to(next(self.model.parameters())))
+        return cross_entropy(outputs.float(), labels)
 
 
 def _check_sizes(**sizes: object) -> None:
