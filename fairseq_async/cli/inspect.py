@@ -108,7 +108,8 @@ def report(
 ) -> None:
     """Draw runs and simulations: one HTML page that needs no network, and PNGs."""
     for path in runs:
-        find(path, lambda _, path=path: f"{path}: no run and no simulation there (no run.json)")  # type: ignore[misc]
+        none = f"{path}: no run and no simulation there (no run.json); give the --run-dir or --save-dir of a run"
+        find(path, lambda _, none=none: none)  # type: ignore[misc]
     from fairseq_async.reporting.runs import load, name_of  # start-up time
 
     loaded = load(runs)

@@ -212,7 +212,9 @@ def load(paths: Sequence[Path]) -> list[LoadedRun]:
     for path in paths:
         found = [path] if (path / "run.json").exists() else [each.parent for each in path.glob("**/run.json")]
         if not found:
-            raise ConfigurationError(f"{path}: no run and no simulation there (no run.json)")
+            raise ConfigurationError(
+                f"{path}: no run and no simulation there (no run.json); give the --run-dir or --save-dir of a run"
+            )
         named = {each: name_of(each if len(found) > 1 else path) for each in sorted(found)}
         read = [run for directory, name in named.items() if (run := _read(directory, name)) is not None]
         runs += sorted(read, key=lambda run: run.number)

@@ -58,7 +58,7 @@ JOB = ["--", "fairseq-train", "data", "--optimizer"]
         (["simulate", "none.yaml"], 2, "none.yaml cannot be read: No such file or directory"),
         (["audit", "none"], 2, "none: there is no events.jsonl"),
         (["capacity", "none"], 2, "none: no run that can be read there"),
-        (["report", "none"], 2, "none: no run and no simulation there"),
+        (["report", "none"], 2, "none: no run and no simulation there (no run.json); give the --run-dir or --save-dir"),
         (["watch", "none"], 2, "none: no run there yet"),
         (["replay", "none"], 2, "none: no run there"),
         (["user-dir"], 0, str(ROOT / "fairseq_async")),
