@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -30,7 +31,9 @@ def test_a_gradient_weighs_as_much_as_its_tokens_and_the_next_event_says_what_it
         expected = PushReply(Status.APPLIED, 1, 0, 0, False, given, norm=pytest.approx(6.0 * 3**0.5), cosine=0.0)
         assert replace(answer, cosine=0.0) == expected and math.isnan(answer.cosine)
         assert second.service.described.coordinator.server.parameters.tolist() == pytest.approx([-5.0] * 3)
-        monkeypatch.setattr("fairseq_async.server.service.time", SimpleNamespace(perf_counter=count().__next__))
+        monkeypatch.setattr(
+            "fairseq_async.server.service.time", SimpleNamespace(perf_counter=count().__next__, time=time.time)
+        )
         for _ in range(3):
             first.push(0.0)
         events = [json.loads(line) for line in (tmp_path / "events.jsonl").open()]
