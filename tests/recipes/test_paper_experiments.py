@@ -1,6 +1,7 @@
 """The experiments of recipes/paper, and the program that gives each method its best outer learning rate."""
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 from fairseq_async.options.config import AsyncLocalSGDOptions
 from fairseq_async.simulation.experiment import read
 from scripts.bench.outer_rules import SCHEDULING, Bench, Outcome, Run, Search, rows
-from tests.helpers.commands import ROOT, Processes, command
+from tests.helpers.commands import ROOT, Processes
 from tests.helpers.waiting import wait_until
 
 FILES = sorted((ROOT / "recipes" / "paper").glob("*.yaml"))
@@ -107,7 +108,7 @@ def test_what_was_run_is_not_run_again(bench: Bench, monkeypatch: pytest.MonkeyP
 
 def test_the_processes_of_runs_end_with_a_program_that_is_killed(bench: Bench, processes: Processes) -> None:
     """They would go on with runs of which nobody takes the result."""
-    script = [command("python"), ROOT / "scripts" / "bench" / "outer_rules.py", bench.experiment.path]
+    script = [sys.executable, ROOT / "scripts" / "bench" / "outer_rules.py", bench.experiment.path]
     program = processes.start([*script, "--processes", 2, "--out", bench.out])
     results, children = bench.out / "experiment.jsonl", Path(f"/proc/{program.pid}/task/{program.pid}/children")
     wait_until(results.exists, 120)
