@@ -106,6 +106,7 @@ def test_what_was_run_is_not_run_again(bench: Bench, monkeypatch: pytest.MonkeyP
     assert again.done == bench.done and len(again.done) == 4
 
 
+@pytest.mark.usefixtures("executed")  # its processes import its main module
 def test_the_processes_of_runs_end_with_a_program_that_is_killed(bench: Bench, processes: Processes) -> None:
     """They would go on with runs of which nobody takes the result."""
     script = [sys.executable, ROOT / "scripts" / "bench" / "outer_rules.py", bench.experiment.path]
