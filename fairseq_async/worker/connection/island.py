@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
@@ -55,6 +56,7 @@ class IslandClient:
         self._device, self._ranks = device, context.island_size
         self._size = 0
         self._slot: Tensor | None = None
+        self._memory: SharedMemory | None = None  # where the slot is, and what the server publishes
         self._location: _SlotLocation | None = None
 
     def join(self, layout: Layout, spec: MethodSpec, details: JoinDetails) -> Welcome:
@@ -89,9 +91,14 @@ class IslandClient:
         starts: bool = False,
         fragment_of: int | None = None,
     ) -> int:
-        """Every rank copies from the slot, into which rank 0 copies what the server has published."""
+        """Every rank copies what the server has published in this machine's memory. If it publishes nothing there, or
+        another version while they copy, every rank copies from the slot, into which rank 0 copies one version."""
         wanted = look_ahead, starts, fragment_of
-        version = self._broadcast_answer(lambda client: client.pull(lambda flat: _place(client, flat), *wanted), int)
+        version = self._broadcast_answer(lambda client: client.pull(lambda flat: None, *wanted), int)
+        if self._location is not None and self._location.publishes and not look_ahead:
+            if not self.on_any_rank(self._copy_published(copy) != version):
+                return version
+            version = self._broadcast_answer(lambda client: client.pull(partial(_place, client), *wanted), int)
         copy(self.slot)
         self._barrier()  # nobody writes before all have read
         return version
@@ -143,16 +150,31 @@ class IslandClient:
 
     @property
     def exchanged(self) -> dict[str, Tensor]:
-        """The ranks of an island read and write the slot alone."""
-        return {"slot": self.slot}
+        if self._memory is None or not self._memory.publishes:
+            return {"slot": self.slot}
+        return {"slot": self.slot, "published": self._memory.published}
 
     def _attach_slot(self, location: _SlotLocation) -> None:
         """Opens rank 0's slot on the other ranks; opens it again when a server that came back has brought another."""
-        if self.client is None and location != self._location:
-            self._location = location
-            memory = SharedMemory.attach(location.path, self._size, location.workers, location.publishes)
-            self._slot = memory.slot(location.slot)
-            memory.close()
+        if location == self._location:
+            return
+        self._location = location
+        if self.client is not None:
+            shared = self.client.memory.shared
+            self._memory = None  # if the server has come back once more
+            if isinstance(shared, SharedMemory) and (shared.path, shared.inode) == (location.path, location.inode):
+                self._memory = shared
+            return
+        self._memory = SharedMemory.attach(location.path, self._size, location.workers, location.publishes)
+        self._slot = self._memory.slot(location.slot)
+        self._memory.close()  # what is mapped stays
+
+    def _copy_published(self, copy: Callable[[Tensor], object]) -> int:
+        """Copies what the server has published; returns its version, -1 where the server is gone."""
+        try:
+            return -1 if self._memory is None else self._memory.read(copy)
+        except ExchangeError:
+            return -1
 
     def _barrier(self) -> None:
         distributed.barrier()

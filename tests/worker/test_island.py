@@ -1,0 +1,39 @@
+"""Ranks of an island take parameters of one version."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairseq_async.exchange import SharedMemory
+from fairseq_async.worker.connection.island import IslandClient, _share_slot
+from fairseq_async.worker.start.context import WorkerContext
+
+
+def test_ranks_copy_what_is_published_or_all_the_same_from_the_slot_where_the_server_publishes_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = SharedMemory.create(2, 1)
+    memory.allocate_slot(0)
+    client: Any = SimpleNamespace(memory=SimpleNamespace(shared=memory, remote=False), worker=0)
+    other = IslandClient(None, WorkerContext(rank=1, island_size=2))
+    other._size = 2
+    versions: Iterator[int] = iter([1, 2, 2])  # as rank 0 has broadcast them
+
+    def broadcast(*_: object) -> int:
+        other._attach_slot(_share_slot(client, 2))
+        return next(versions)
+
+    monkeypatch.setattr(other, "_broadcast_answer", broadcast)
+    monkeypatch.setattr(other, "_barrier", lambda: None)
+    monkeypatch.setattr(other, "on_any_rank", lambda flag: flag)
+    taken: list[Tensor] = []
+    memory.slot(0).fill_(2.0)  # rank 0 has put version 2 there
+    for published, version in ((1.0, 1), (3.0, 2)):
+        memory.publish(torch.full((2,), published), int(published))
+        assert other.pull(lambda flat: taken.append(flat.clone())) == version
+    assert [cast(list[float], each.tolist()) for each in (taken[0], taken[-1])] == [[1.0, 1.0], [2.0, 2.0]]
+    memory.close()
