@@ -70,6 +70,15 @@ def test_a_worker_that_connects_again_has_one_connection(tmp_path: Path) -> None
     end(service)
 
 
+def test_of_the_name_that_a_process_gives_itself_a_part_is_kept(tmp_path: Path) -> None:
+    """The server keeps one for each worker, and a message may bring a longer one."""
+    service = new_service(2, tmp_path, build, lambda: 1000.0)
+    connection = Connection(service)
+    connection.introduce(1, instance="x" * 100)
+    assert service.membership.members[1].instance == "x" * 64
+    end(service)
+
+
 def test_a_worker_comes_anew_though_the_end_of_its_last_process_was_not_read_yet(tmp_path: Path) -> None:
     """The server was in a long step."""
     service = new_service(2, tmp_path, build, lambda: 1000.0)

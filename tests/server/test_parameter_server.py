@@ -47,6 +47,14 @@ def test_staleness_counts_the_steps_since_the_pull() -> None:
     assert it.push(update(1, 0, 1.0, base=3)).staleness == 0
 
 
+def test_an_update_that_is_held_again_is_as_stale_as_when_it_came() -> None:
+    it = server()
+    for sequence in range(3):
+        it.push(update(0, sequence, 1.0, base=sequence))
+    it.hold(update(1, 0, 1.0, base=0), version=1)
+    assert [(each.staleness, each.version) for each in it.complete_round()] == [(1, 4)]
+
+
 def test_an_update_that_comes_twice_is_applied_once() -> None:
     it = server()
     assert it.push(update(0, 0, 1.0)).status is Status.APPLIED

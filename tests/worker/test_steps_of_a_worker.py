@@ -21,6 +21,7 @@ from fairseq_async.worker.batches import BatchDigest
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.loop import WorkerLoop
 from fairseq_async.worker.replica import TensorReplica
+from fairseq_async.worker.shards import BatchCounter
 from fairseq_async.worker.start.context import WorkerContext
 from scripts.faults.sgd_server import sgd_spec
 
@@ -276,3 +277,13 @@ def test_a_new_server_is_given_the_state_of_rank_0_and_one_that_has_its_own_is_g
     assert given == ([] if initialised else [(rank == 0, False)])
     loop.bring({"version": 7}, tmp_path / "run", from_checkpoint=True)
     assert given[-1] == (rank == 0, True) and not list(tmp_path.glob("run/*"))
+
+
+def test_the_first_batch_of_a_step_depends_on_the_step_alone() -> None:
+    """The second step is another one, though as much of its shard is done: an update, and a shard, are between them."""
+    counter = BatchCounter(2)
+    drawn = []
+    for sequence, offset, done in ((0, 0, 0), (1, 4, 0), (1, 4, 1), (2, 9, 1)):
+        at = SimpleNamespace(sequence=sequence, offset=offset, done=done, drawn=None, finished=False)
+        drawn.append([counter.next(at) for _ in range(2)])
+    assert drawn == [[0, 1], [8, 9], [10, 11], [20, 21]]
