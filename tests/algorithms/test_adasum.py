@@ -236,6 +236,13 @@ def test_what_two_vectors_leave_that_cancel_has_no_direction() -> None:
             torch.testing.assert_close(path(vectors), a, rtol=1e-6, atol=1e-6)
 
 
+def test_a_coefficient_that_float32_does_not_have_is_one_of_double_precision() -> None:
+    """Of a tiny vector beside a huge parallel one it is −5·10⁴⁴."""
+    tiny, huge = torch.tensor([1e-35, -2e-35]), torch.tensor([1e10, -2e10])
+    for path in (in_messages, in_shared_memory):
+        torch.testing.assert_close(path([tiny, huge]), huge / 2, rtol=1e-6, atol=0.0)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(

@@ -23,7 +23,7 @@ from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.hybrid import HybridEngine
 from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
 from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
-from fairseq_async.deepspeed_plugin.engines.tensors import check_masters, replica_of
+from fairseq_async.deepspeed_plugin.engines.tensors import check_masters, replica_of, trainable
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange import SharedMemory
@@ -77,6 +77,29 @@ def test_an_optimizer_of_another_model_is_one_line() -> None:
     engine = with_optimizer(model.requires_grad_(False), **vars(SGD(model.parameters())))
     with pytest.raises(ConfigurationError, match="no parameter of the model that is trained"):
         replica_of(engine, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda model: model[1].bias.requires_grad_(False), "1.bias"),
+        (lambda model: model[0].weight.requires_grad_(True), "0.weight"),
+        (lambda model: setattr(model[1], "weight", Parameter(torch.zeros(1, 3))), "1.weight"),
+    ],
+    ids=["frozen", "unfrozen", "made anew"],
+)
+def test_parameters_that_are_trained_are_those_that_were_when_the_run_began(
+    change: Callable[[Any], object], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model[0].weight.requires_grad_(False)
+    engine: Any = SimpleNamespace(module=model)
+    engine._trained = trainable(engine)
+    AsyncEngine._check_trained(engine)
+    change(model)
+    with pytest.raises(SystemExit):
+        AsyncEngine._check_trained(engine)
+    assert f"error: {name} was frozen, unfrozen or made anew during the run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("look_ahead", [0.0, 2.0])

@@ -206,6 +206,8 @@ def test_a_worker_that_claims_a_norm_and_leaves_a_host_out_is_refused(
             )
             assert client.push(torch.Tensor.zero_, Push(0, 0, 1.0, REPORT, norm=1.0)).status is Status.REFUSED
         assert client.push(torch.Tensor.zero_, Push(1, 0, 1.0, REPORT)).status is Status.APPLIED
+        assert client.pull(lambda slot: None) == 1
+        assert not client.connection.channel.companions, "there is no room for what comes before the next pull"
     finally:
         client.close()
         close_shards(server.service.described.coordinator.server.rule)
