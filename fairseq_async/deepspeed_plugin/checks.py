@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+from torch import nn
 from torch.optim import Optimizer
 
 from fairseq_async.algorithms.muon import MuonAdamW
 from fairseq_async.deepspeed_plugin import dry_run
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.pytorch.parameters import check_memory
 from fairseq_async.server.optimizers.torch_optimizer import OPTIMIZERS
 
 # keys of "params" that DeepSpeed takes and torch's optimizers do not
@@ -23,6 +26,21 @@ _OF_SERVER = [kind for kind in OPTIMIZERS if kind != MuonAdamW.__name__]  # whic
 _KEYS_OF_MUON = {"lr", "momentum", "weight_decay", "betas", "eps"}
 _OF_OTHER_STEPS = ("LBFGS", "SparseAdam")  # of torch's
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def check_model(model: object) -> None:
+    """Checks that a model has memory that can be exchanged, and is not made for the engine of pipelines.
+
+    Raises:
+        ConfigurationError: it has not, or is.
+    """
+    if isinstance(model, PipelineModule):
+        raise ConfigurationError(
+            f"the model is a {type(model).__name__}, and pipelines are not supported, not even of one stage: give an "
+            "ordinary module, such as torch.nn.Sequential of the same layers"
+        )
+    if isinstance(model, nn.Module):
+        check_memory(model)
 
 
 def check_values(config: dict[str, Any], name: str) -> None:
@@ -202,7 +220,7 @@ def _is_number(value: object) -> bool:
 
 
 def _muon(
-    params: list[torch.nn.Parameter],
+    params: list[nn.Parameter],
     ns_method: str = "gram",
     muon_lr: float = 0.02,
     adam_lr: float = 3e-4,

@@ -58,7 +58,7 @@ from fairseq_async.method.methods import MethodOptions
 from fairseq_async.method.option_checks import check_ranks
 from fairseq_async.method.spec import JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.options.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, Section
-from fairseq_async.pytorch.parameters import check_memory, note_untrained
+from fairseq_async.pytorch.parameters import note_untrained
 from fairseq_async.worker.buffers import with_buffers
 from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.hybrid import HybridWorker
@@ -166,8 +166,7 @@ class _Arguments:
         Raises:
             ConfigurationError: there is a mistake; names the key.
         """
-        if isinstance(self.model, nn.Module):
-            check_memory(self.model)
+        checks.check_model(self.model)
         checks.check_values(config, self.name)
         checks.check_optimizer(config, self.name, self.others["optimizer"] is not None, in_the_server)
         checks.check_scheduler(config, self.name, self.others["lr_scheduler"] is not None)

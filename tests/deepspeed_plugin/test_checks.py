@@ -247,6 +247,11 @@ def test_initialize_takes_what_deepspeeds_does_in_the_same_order_with_the_same_d
     assert [(each.name, each.default) for each in ours] == [(each.name, each.default) for each in theirs]
 
 
+def test_a_model_for_pipelines_is_one_line() -> None:
+    with pytest.raises(ConfigurationError, match="the model is a PipelineModule, and pipelines are not supported"):
+        checks.check_model(deepspeed.PipelineModule.__new__(deepspeed.PipelineModule))
+
+
 def test_an_optimizer_or_schedule_of_the_script_stands_for_the_section() -> None:
     checks.check_optimizer({}, "file.json", given=True, in_the_server=True)
     checks.check_scheduler({"scheduler": "mine"}, "file.json", given=True)

@@ -85,7 +85,7 @@ class HybridEngine(AsyncEngine):
         """Sets the attributes of this class; see :meth:`AsyncEngine.set_up`."""
         super().set_up(async_worker, spec, context, run_dir)
         if not self.zero_optimization_partition_weights():
-            answer_for_masters(parameter for _, parameter in trainable(self))
+            answer_for_masters((parameter for _, parameter in trainable(self)), self.optimizer)
         else:
             refuse_moments(self.optimizer)
             self._shown = ShownGroups(self.optimizer.param_groups, self.served.param_groups)

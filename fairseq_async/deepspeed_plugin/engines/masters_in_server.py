@@ -1,8 +1,8 @@
-"""DeepSpeed's ``safe_get_full_…`` and ``safe_set_full_…`` where masters and moments are in the server."""
+"""What DeepSpeed's functions and optimizers answer about masters and moments that are in the server."""
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,12 +11,15 @@ from torch.nn import Parameter
 from fairseq_async.errors import fail
 
 
-def answer_for_masters(parameters: Iterable[Parameter]) -> None:
+def answer_for_masters(parameters: Iterable[Parameter], optimizer: Any) -> None:
     """Makes these parameters answer DeepSpeed's functions, which do nothing without a word where they find no master.
 
     A master is read as the parameter in fp32, and written by writing the parameter, which the run then finds changed.
-    For moments the process ends with one line.
+    For moments the process ends with one line. The optimizer of the parameters, which is torch's, takes a script's call
+    that would refresh masters, and refuses a state as ZeRO's optimizers have it.
     """
+    optimizer.refresh_fp32_params = _refresh
+    optimizer.register_load_state_dict_pre_hook(_check_state)
     for parameter in parameters:
         links = {
             "get_full_hp_param": partial(_get, parameter),
@@ -30,7 +33,8 @@ def answer_for_masters(parameters: Iterable[Parameter]) -> None:
 
 
 def refuse_moments(optimizer: Any) -> None:
-    """Makes the optimizer of ZeRO 3, which has masters and no moments, end the process with one line for a moment."""
+    """Makes the optimizer of ZeRO 3, which has masters and no moments, end the process with one line for a moment, and
+    for a state that a script loads."""
     find = optimizer._get_fp32_opt_state_partition  # of which all its functions get a master or a moment
 
     def find_master(parameter: Parameter, release_swap_buffers: bool, optim_state_key: str | None = None) -> object:
@@ -38,6 +42,7 @@ def refuse_moments(optimizer: Any) -> None:
         return find(parameter, release_swap_buffers)
 
     optimizer._get_fp32_opt_state_partition = find_master
+    optimizer.load_state_dict = _refuse_state
 
 
 def _get(parameter: Parameter, optim_state_key: str | None = None) -> Tensor:
@@ -57,6 +62,22 @@ def _check(optim_state_key: str | None) -> None:
             f"{optim_state_key} of hybrid_async's optimizer is in the server, which no script reads or sets: "
             "leave out safe_get_full_optimizer_state and its like"
         )
+
+
+def _refresh() -> None:
+    """Does nothing: the model's parameters are what the run begins with, or notices as changed."""
+
+
+def _check_state(optimizer: object, state: object) -> None:
+    if not isinstance(state, dict):
+        _refuse_state(state)
+
+
+def _refuse_state(*_: object, **__: object) -> NoReturn:
+    fail(
+        "optimizer.load_state_dict: a state of ZeRO's belongs to masters of a rank's own, and with hybrid_async the "
+        "optimizer is in the server: load parameters alone, or go on with the run by fairseq-async launch --resume"
+    )
 
 
 def _no_gradient(*_: object) -> Tensor:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,12 +173,21 @@ def change_beside_master(engine: Any, run: Run) -> None:
     step(engine, run)
 
 
-def load_after_initialize(engine: Any, run: Run) -> None:
-    """Without masters beside them, the run begins with the parameters that are loaded."""
+def load_after_initialize(engine: Any, run: Run, refreshes: bool = False) -> None:
+    """Without masters beside them, or with these refreshed, the run begins with the parameters that are loaded."""
     loaded = {name: each / 2 for name, each in engine.module.state_dict().items()}
     engine.module.load_state_dict(loaded)
+    if refreshes:
+        engine.optimizer.refresh_fp32_params()
     engine.join_run()
     assert all(torch.equal(loaded[name], each) for name, each in engine.module.named_parameters())
+    step(engine, run)
+
+
+def load_state(engine: Any, run: Run) -> None:
+    """As ZeRO's optimizers take it: of each rank."""
+    step(engine, run)
+    engine.optimizer.load_state_dict([engine.optimizer.state_dict()])
     step(engine, run)
 
 
@@ -241,6 +251,7 @@ def two_micro_batches(engine: Any, run: Run) -> None:
 ALONE = "the run sees the steps of engine.step() alone"
 HAND = "is trained without engine.step(), which alone the run sees"
 UNSTEPPED = "heads.0.weight has a gradient and is in no exchange"
+STATE = "optimizer.load_state_dict: a state of ZeRO's belongs to masters of a rank's own"
 BEFORE = "the model is trained before the run is joined"
 
 
@@ -293,6 +304,9 @@ CASES = {
     "loaded after initialize": refused(
         load_after_initialize, "", "was changed after initialize, and its fp32 master was not", stage=1
     ),
+    "loaded, and masters refreshed": refused(partial(load_after_initialize, refreshes=True), "", stage=1),
+    "a state in ZeRO 1": refused(load_state, STATE, "", stage=1),
+    "a state in ZeRO 3": refused(load_state, STATE, "", stage=3),
     "the schedule's steps": refused(steps_of_the_schedule, "engine.step(lr_kwargs=…): the schedule follows the run"),
     "a gradient in no exchange": Script(
         compared=False,
