@@ -117,30 +117,6 @@ def test_an_island_is_one_worker_whatever_its_ranks_hold(
     assert [event["worker"] for event in events(tmp_path / "island")] == [0, 0]
 
 
-@pytest.mark.parametrize(("precision", "stage"), [("fp32", 2), ("bf16", 2), ("fp32", 3), ("bf16", 3)])
-def test_an_island_of_hybrid_async_is_one_process_with_its_batch(
-    run: Run, tmp_path: Path, precision: str, stage: int
-) -> None:
-    """Its ranks all-reduce their gradients, and one hands the mean over. ZeRO 2 has nothing to divide. In ZeRO 3 each
-    rank hands its part over."""
-    half = {"bf16": {"enabled": True}} if precision == "bf16" else {}
-    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}, "gradient_clipping": 0.5}
-    sgd |= {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 2}}}
-    method = {"total_steps": 10, "barrier": True}
-    base = "--deepspeed_config", ROOT / "deepspeed_config" / "hybrid_async.json"
-    island = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}} | sgd | half
-    code, output = run(2, tmp_path / "island", method | {"island_size": 2}, *base, **island)
-    assert code == 0, output
-    code, output = run(1, tmp_path / "single", method, *base, **sgd | half, train_micro_batch_size_per_gpu=16)
-    assert code == 0, output
-    both = [parameters(tmp_path / "island", f"worker-0-{rank}") for rank in (0, 1)]
-    assert torch.equal(*both)
-    single = parameters(tmp_path / "single")
-    tolerance = 1e-2 if half else 1e-6
-    assert torch.linalg.vector_norm(both[0] - single) <= tolerance * torch.linalg.vector_norm(single)
-    assert [event["worker"] for event in events(tmp_path / "island")] == [0] * 10
-
-
 def test_a_restart_goes_on_with_what_an_island_had_not_sent(run: Run, tmp_path: Path) -> None:
     """Two ranks, whose first encodes for both."""
     compress = {"push": {"codec": "topk", "chunk": 64, "keep": 8}, "pull": "int8"}
