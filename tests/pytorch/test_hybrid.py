@@ -338,16 +338,35 @@ def test_a_step_before_it_is_due_is_one_line(workers: Start, capfd: pytest.Captu
     assert "after backward of 1 micro-batches, in a step that has 4" in capfd.readouterr().err
 
 
+def test_after_the_block_the_optimizer_is_the_scripts_again_and_keeps_what_it_is_given(workers: Start) -> None:
+    def train(worker: int) -> None:
+        model = model_of()
+        optimizer = Adam(model.parameters())
+        with HybridAsync(model, optimizer, total_steps=1) as run:
+            loss_of(model, worker, 0).backward()
+            optimizer.step()
+            run.leave()
+            optimizer.state[model[0].bias]["step"] = torch.tensor(7.0)
+        assert list(optimizer.state.values()) == [{"step": 7.0}], "as where a script loads the best checkpoint"
+        optimizer.state.clear()
+        before = flat(model)
+        optimizer.step()
+        assert not torch.equal(flat(model), before) and optimizer.state[model[0].bias]["step"] == 1
+
+    workers(1, gradient_main.build).run(train)
+
+
 @pytest.mark.parametrize("method", [HybridAsync, AsyncLocalSGD])
 def test_a_loss_is_that_of_the_step_before_which_it_was_set(workers: Start, tmp_path: Path, method: Any) -> None:
     def train(worker: int) -> None:
         model = model_of()
         optimizer = SGD(model.parameters(), lr=0.1)
+        loss = torch.tensor(0.0)  # one memory for all losses, as with CUDA graphs
         with method(model, optimizer, **{"local_steps": 1} if method is AsyncLocalSGD else {}) as run:
             for step in range(3):
                 loss_of(model, worker, step).backward()
                 if step != 1:
-                    run.loss = torch.tensor(5.0 + step)
+                    run.loss = loss.fill_(5.0 + step)
                 optimizer.step()
 
     workers(1, gradient_main.build if method is HybridAsync else local_sgd_main.build).run(train)

@@ -77,17 +77,21 @@ def test_it_is_diloco_with_a_scheduler(workers: Start, count: int) -> None:
         torch.testing.assert_close(ended.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_loop_that_ends_by_its_own_count_sends_the_rest_of_its_round(workers: Start) -> None:
-    """One step of two, at a rate of 1, without momentum: the server adds up what the workers have moved."""
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_loop_that_ends_by_its_own_count_sends_the_rest_of_its_round(workers: Start, evaluates: bool) -> None:
+    """One step of two, at a rate of 1, without momentum: the server adds up what the workers have moved; also where the
+    model has the server's parameters as the block ends."""
 
     def train(worker: int) -> Tensor:
         model = Point()
         optimizer = SGD(model.parameters(), lr=LR)
-        with AsyncLocalSGD(model, optimizer, outer="sgd", outer_lr=1.0, local_steps=2):
+        with AsyncLocalSGD(model, optimizer, outer="sgd", outer_lr=1.0, local_steps=2) as training:
             for _ in range(3):
                 optimizer.zero_grad()
                 model(TARGETS[worker]).backward()
                 optimizer.step()
+            if evaluates:
+                training.take_server_parameters()
         return model.theta.detach()
 
     (ended,) = workers(1, local_sgd_main.build).run(train)

@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
-from fairseq_async.pytorch.parameters import check_memory
+from fairseq_async.pytorch.parameters import check_memory, l2_norm
 from fairseq_async.server.programs import gradient_main, local_sgd_main
 from fairseq_async.worker import loop
 from fairseq_async.worker.replica import TensorReplica
@@ -64,7 +65,24 @@ def test_parts_of_one_flat_tensor_and_tied_parameters_are_parameters_like_others
     model, flat = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(8)
     model[0].weight.data, model[1].weight.data = flat[:4].view(2, 2), flat[4:].view(2, 2)
     model[1].bias = model[0].bias
-    check_memory(model)
+    model[0].weight.requires_grad_(False)
+    model[1].weight.requires_grad_(False).data = model[0].weight.data
+    model.register_parameter("more", nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False))
+    check_memory(model)  # what is frozen is not exchanged
+
+
+def test_the_norm_of_gradients_in_half_precision_is_that_in_fp32() -> None:
+    """In float16 it would be infinite, and the step left out."""
+    large = torch.full((100,), 1e4)
+    assert l2_norm([large.half(), large.bfloat16().fill_(0.0)]) == pytest.approx(l2_norm([large])) == pytest.approx(1e5)
+
+
+def test_a_process_that_was_forked_from_a_worker_ends_without_it() -> None:
+    did: list[str] = []
+    run: Any = SimpleNamespace(_client=object(), _has_left=True, abandon=lambda: did.append("abandons"))
+    for process, expected in ((os.getpid() + 1, []), (os.getpid(), ["abandons"])):
+        AsyncLocalSGD._end_with_process(run, process)
+        assert did == expected
 
 
 LOCAL = AsyncLocalSGD, local_sgd_main.build
@@ -108,21 +126,23 @@ def test_a_block_that_was_left_leaves_no_hook_thread_file_or_memory(
     def work(worker: int) -> None:
         net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
         optimizer = SGD(net.parameters(), lr=0.1)
-        earlier = left(net, optimizer)["threads"]
+        earlier, runs = left(net, optimizer)["threads"], weakref.WeakSet[Any]()
         for attempt in range(3):  # the first one begins the run, whose server then has its files
             before = left(net, optimizer) | {"threads": earlier}
             try:
-                with front_end(net, optimizer, **options):
+                with front_end(net, optimizer, **options) as run:
+                    runs.add(run)
+                    del run
                     for _ in range(3):
                         optimizer.zero_grad()
                         net(torch.ones(2)).sum().backward()
                         optimizer.step()
                     if attempt < 2:
-                        raise KeyError
-            except KeyError:
+                        raise (KeyError, SystemExit(3))[attempt]
+            except (KeyError, SystemExit):
                 pass
             if attempt:
-                wait_until(lambda before=before: has_no_more(left(net, optimizer), before))  # type: ignore[misc]
+                wait_until(lambda before=before: has_no_more(left(net, optimizer), before) and not runs)  # type: ignore[misc]
 
     run.run(work)
 
