@@ -1,7 +1,10 @@
 """Fixtures of the tests of plain PyTorch loops."""
 
+import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,3 +26,10 @@ def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StartWo
     yield start
     for each in started:
         each.server.stop()
+
+
+@pytest.fixture
+def following(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that makes a ``Trainer`` follow a run."""
+    monkeypatch.setitem(sys.modules, "torchaudio", None)  # transformers would import it; it may not fit this torch
+    return import_module("fairseq_async.pytorch.follow_run")

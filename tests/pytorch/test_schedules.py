@@ -1,10 +1,8 @@
 """Learning-rate schedules of a plain loop: they follow the run, or end the worker with one line."""
 
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -288,13 +286,6 @@ def test_a_scheduler_that_is_stepped_before_its_optimizer_is_named_once(
 
     workers(1, gradient_main.build).run(train)
     assert capsys.readouterr().err.count("was stepped before the first optimizer.step()") == early
-
-
-@pytest.fixture
-def following(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module that makes a ``Trainer`` follow a run."""
-    monkeypatch.setitem(sys.modules, "torchaudio", None)  # transformers would import it; it may not fit this torch
-    return import_module("fairseq_async.pytorch.follow_run")
 
 
 def test_a_trainers_schedule_says_where_it_is_also_where_its_run_began_amid_it(following: Any) -> None:

@@ -1,0 +1,112 @@
+"""A ``Trainer`` that follows the run: its plan, what is due, its loss and its tokens, without a ``Trainer``."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fairseq_async.worker.hybrid import HybridWorker
+
+
+def flow_of(following: Any, worker: object, did: list[str], **given: Any) -> Any:
+    """What follows the run in place of a ``Trainer``'s own flow; the trainer notes what it is asked for."""
+    args = SimpleNamespace(max_steps=-1, average_tokens_across_devices=True, gradient_accumulation_steps=2)
+    args.logging_strategy = args.eval_strategy = args.save_strategy = "no"
+    args.logging_first_step, args.eval_delay = False, 0
+    state = following.TrainerState(max_steps=18, logging_steps=100, eval_steps=8, save_steps=100)
+    trainer: Any = SimpleNamespace(state=state, control=following.TrainerControl())
+    trainer.args = SimpleNamespace(**vars(args) | given)
+    trainer.callback_handler = SimpleNamespace(callbacks=[following.DefaultFlowCallback(), "the script's"])
+    trainer._maybe_log_save_evaluate = lambda: did.append("logs")
+    trainer.get_batch_samples = lambda batches, number, device: ([next(batches)] * number, device)
+    prepare, restore = (lambda _: did.append("prepares")), (lambda: did.append("restores"))
+    flow = following.FollowRun(trainer, lambda: worker, prepare, restore)
+    assert trainer.callback_handler.callbacks == [flow, "the script's"]
+    return flow
+
+
+@pytest.mark.parametrize(
+    ("loader", "is_part", "max_steps", "total", "planned", "epochs"),
+    [
+        ([0], False, -1, 0, (4, 100, 120, 16, 9, 12), 3),
+        ([0], False, -1, 14, (4, 100, 140, 16, 9, 14), 4),
+        ([0], True, -1, 0, (4, 100, 240, 16, 9, 12), 3),
+        ([0], False, 12, 6, (4, 100, 120, 16, 9, 6), 2),
+        (iter([0]), False, -1, 14, (4, 100, 140, 16, 9, 14), 7),
+    ],
+)
+def test_the_plan_of_a_trainer_is_that_of_the_run(
+    following: Any, loader: Any, is_part: bool, max_steps: int, total: int, planned: tuple[int, ...], epochs: int
+) -> None:
+    """Of seven epochs by its own count, four steps in an epoch, nine batches, 120 samples in all."""
+    flow = flow_of(following, None, [], max_steps=max_steps)
+    assert flow.plan((7, 4, 100, 120, 8, 9, 12), loader, total, 2, is_part) == (sys.maxsize, *planned)
+    flow.on_train_begin(None, state := following.TrainerState(), None)
+    assert state.num_train_epochs == epochs
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"logging_strategy": "epoch", "save_strategy": "epoch"}, ["", "log save", "", "", "log save"]),
+        ({"logging_strategy": "steps", "logging_first_step": True}, ["log", "", "", "", ""]),
+        ({"save_strategy": "steps"}, ["", "", "", "", "save"]),
+        ({"eval_strategy": "steps"}, ["", "evaluate", "", "evaluate", "evaluate"]),
+        ({"eval_strategy": "steps", "eval_delay": 17}, ["", "", "", "evaluate", "evaluate"]),
+        ({"eval_strategy": "steps", "eval_delay": 18}, ["", "", "", "", "evaluate"]),
+        ({"eval_strategy": "epoch", "eval_delay": 1.2}, ["", "evaluate", "", "", "evaluate"]),
+        ({"eval_strategy": "epoch", "eval_delay": 1.3}, ["", "", "", "", "evaluate"]),
+    ],
+)
+def test_what_is_due_in_a_run_with_ten_steps_in_an_epoch(
+    following: Any, given: dict[str, Any], expected: list[str]
+) -> None:
+    """It evaluates every eight steps, and ends amid its second epoch."""
+    worker: Any = SimpleNamespace(finished=False)
+    flow = flow_of(following, worker, [], **given)
+    flow.plan((2, 10, 100, 120, 8, 20, 18), [0], 18, 1, False)
+    args, state, seen = flow._trainer.args, flow._trainer.state, []
+    for worker.run_progress in (3.0, 12.0, 15.0, 17.0, 18.0):
+        worker.finished = worker.run_progress == 18.0
+        control = following.TrainerControl()
+        state.global_step += 1
+        flow.on_step_end(args, state, control)
+        due = {"log": control.should_log, "evaluate": control.should_evaluate, "save": control.should_save}
+        seen.append(" ".join(name for name, is_due in due.items() if is_due))
+        assert control.should_training_stop == worker.finished
+    assert seen == expected and (state.global_step, state.epoch) == (18, 1 + 8 * 2 / 20)
+
+
+def test_a_trainers_loss_in_the_log_is_the_mean_of_its_own_steps(following: Any) -> None:
+    """The ``Trainer`` divides their sum by the run's steps, which were five, and four."""
+    did: list[str] = []
+    worker: Any = SimpleNamespace(finished=False)
+    flow = flow_of(following, worker, did, logging_strategy="steps")
+    trainer = flow._trainer
+    trainer._globalstep_last_logged, trainer._tr_loss = 0, torch.tensor(6.0)
+    for own, (worker.run_progress, logged) in enumerate([(2.0, False), (5.0, True), (6.0, False), (9.0, True)]):
+        trainer.state.global_step += 1
+        flow.on_step_end(trainer.args, trainer.state, trainer.control)
+        trainer.control.should_log = logged
+        trainer._maybe_log_save_evaluate()
+        assert did == ["prepares", "logs", "restores"]
+        did.clear()
+        if logged:
+            assert trainer._tr_loss == (6.0 * 5 / 2 if own == 1 else 6.0 * 4 / 2)
+            trainer._globalstep_last_logged, trainer._tr_loss = trainer.state.global_step, torch.tensor(6.0)
+    trainer.control.should_training_stop = True
+    trainer._maybe_log_save_evaluate()
+    assert trainer._tr_loss == 6.0, "no step of its own has come since"
+
+
+def test_a_gradient_weighs_as_many_tokens_as_the_trainer_has_counted(following: Any) -> None:
+    worker: Any = HybridWorker.__new__(HybridWorker)
+    flow = flow_of(following, worker, [])
+    for tokens, weight in ((torch.tensor(7), 7.0), (None, None), (0, 0.0)):
+        assert flow._trainer.get_batch_samples(iter("ab"), 3, tokens) == (["a"] * 3, tokens)
+        assert worker.weight == weight
+    flow._trainer.args.average_tokens_across_devices = False
+    flow._trainer.get_batch_samples(iter("a"), 1, 5)
+    assert worker.weight == 0.0, "it is left alone"
