@@ -269,10 +269,20 @@ def test_a_handshake_that_comes_byte_by_byte_holds_nobody_up(server: ThreadServe
 def test_a_private_key_that_others_can_read_is_refused(tmp_path: Path, ours: Path) -> None:
     copied = mixed(tmp_path / "copied", *[(ours, name, name) for name in ("authority", "server", "worker")])
     tls.server_context(copied)
-    (copied / "server.key").chmod(0o640)
-    with pytest.raises(ConfigurationError, match=r"--tls .*: others can read server.key; run chmod 600 .*server.key"):
-        tls.server_context(copied)
+    said = r"--tls .*: others can read server.key; run chmod 600 .*server.key"
+    for mode in (0o640, 0o604, 0o620):
+        (copied / "server.key").chmod(mode)
+        with pytest.raises(ConfigurationError, match=said):
+            tls.server_context(copied)
     tls.worker_context(copied)
+
+
+def test_both_sides_speak_tls_1_3_alone_and_ask_the_other_for_a_certificate(ours: Path) -> None:
+    contexts = tls.server_context(ours), tls.worker_context(ours)
+    assert [(each.minimum_version, each.verify_mode, each.check_hostname) for each in contexts] == [
+        (ssl.TLSVersion.TLSv1_3, ssl.CERT_REQUIRED, False), (ssl.TLSVersion.TLSv1_3, ssl.CERT_REQUIRED, True)
+    ]  # fmt: skip
+    assert contexts[0].num_tickets == 0, "they would arrive behind the answer that a worker waits for"
 
 
 @pytest.mark.parametrize("name", ["authority.pem", "worker.pem", "worker.key"])

@@ -1,8 +1,10 @@
 """The launcher's processes, one by one: what each is started with, and what is done about those that do not end."""
 
 import os
+import signal
 import subprocess
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -10,10 +12,11 @@ from unittest.mock import MagicMock
 import pytest
 
 from fairseq_async.environment import SLOWDOWN, WORKER, WORKERS
+from fairseq_async.errors import LOST_SERVER, USER_ERROR
 from fairseq_async.launch.command.programs import of_ranks
 from fairseq_async.launch.command.script import ScriptCommand
 from fairseq_async.launch.launcher import Launcher
-from fairseq_async.launch.processes import Processes, Worker
+from fairseq_async.launch.processes import Processes, RunFailedError, Worker
 from fairseq_async.worker.start.rendezvous import Rendezvous, ServerRequest
 from tests.helpers.waiting import wait_until
 
@@ -147,6 +150,76 @@ def test_workers_that_hang_after_the_end_are_killed_and_are_no_failure(
     launcher._after_end()
     ended(*others, code=-9)
     assert killed == [1, 2] and launcher.processes.failed == []
+
+
+KILLED = -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("worker", "code", "updates", "state", "outcome"),
+    [
+        (1, 1, 5, {}, "ends the run"),  # before its first update since it was started
+        (1, 1, 6, {}, "again"),
+        (1, 1, 5, {"unread": True}, "again"),  # nobody knows
+        (1, KILLED, 5, {}, "again"),
+        (1, KILLED, 6, {"restarts": 2}, "ends the run"),
+        (1, LOST_SERVER, 5, {}, "again"),
+        (1, 1, 5, {"finished": True}, "again"),  # no update comes any more
+        (1, KILLED, 6, {"finished": True, "restarts": 2}, "given up"),
+        (0, KILLED, 6, {"finished": True, "restarts": 2}, "ends the run"),  # the model is not saved
+        (1, KILLED, 6, {"finished": True, "saved": True}, "given up"),
+        (1, USER_ERROR, 6, {"finished": True, "saved": True}, "ends the run"),
+        (1, KILLED, 6, {"saved": True}, "again"),
+    ],
+)
+def test_what_becomes_of_a_worker_that_has_died(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    worker: int,
+    code: int,
+    updates: int,
+    state: dict[str, Any],
+    outcome: str,
+) -> None:
+    """It had sent five updates when it was started, and may be started twice again."""
+    launcher, did = launcher_of(tmp_path, 2), list[str]()
+    dead, server = launcher.processes.workers[worker], MagicMock()
+    dead.updates_at_start, dead.restarts = 5, state.get("restarts", 0)
+    ended(dead, code=code)
+    launcher.server, server.finished.is_set.return_value = server, state.get("finished", False)
+    launcher.display.progress = MagicMock(updates={0: updates, 1: updates}, unread=state.get("unread", False))
+    monkeypatch.setattr(type(launcher.processes), "saved", state.get("saved", False))
+    monkeypatch.setattr(launcher.processes, "kill_children", lambda worker: did.append("kills children"))
+    monkeypatch.setattr(launcher.processes, "last_words", lambda worker: "its words")
+    monkeypatch.setattr(launcher, "_start", lambda worker: did.append("again"))
+    try:
+        launcher._after_death(dead)
+    except RunFailedError as error:
+        did.append("ends the run")
+        assert error.code == (USER_ERROR if code == USER_ERROR else 1)
+    did += ["given up"] * dead.given_up
+    assert did == ["kills children", outcome]
+    again = outcome == "again"
+    assert (dead.restarts, dead.last_words) == (
+        state.get("restarts", 0) + again, "its words" if again and code > 0 else ""
+    )  # fmt: skip
+    assert server.over.clear.called == (again and state.get("finished", False))
+
+
+@pytest.mark.parametrize("of_script", [False, True])
+def test_after_the_end_worker_0_of_a_script_is_waited_for_with_a_word_and_that_of_fairseq_for_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_script: bool
+) -> None:
+    launcher, said = launcher_of(tmp_path, 1), list[str]()
+    launcher.command.rendezvous = Rendezvous(tmp_path) if of_script else None
+    ended(*launcher.processes.workers, code=None)
+    monkeypatch.setattr(launcher.display, "say", said.append)
+    monkeypatch.setattr(launcher.processes, "describe_end", lambda worker: "worker 0 hangs")
+    for seconds in (59.0, 61.0, 62.0):
+        launcher._ending = True, time.monotonic() - seconds
+        with pytest.raises(RunFailedError, match="hangs") if seconds > 60 and not of_script else nullcontext():
+            launcher._after_end()
+    assert said == ["the run is finished; waiting for the script of worker 0 (Ctrl-C ends it)"] * of_script
 
 
 @pytest.mark.parametrize("dead", [0, 1])
