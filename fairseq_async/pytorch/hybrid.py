@@ -33,6 +33,7 @@ from fairseq_async.pytorch.schedules import one_for_each
 from fairseq_async.pytorch.training import AsyncTraining
 from fairseq_async.server.optimizers.learning_rates import (
     StepCount,
+    begin_anew,
     check_options,
     check_rates,
     check_scheduled,
@@ -295,6 +296,8 @@ class _OptimizerPart:
             ConfigurationError: the scheduler has taken steps, and its rates before are not known.
         """
         if self._scheduler is not None:
+            if not steps_taken(self._scheduler):
+                begin_anew(self._scheduler)
             rates = tabulate(self._scheduler, self.optimizer, self._steps, counted=True)
             self.inner, self._began = replace(self.inner, learning_rates=rates), 0
 

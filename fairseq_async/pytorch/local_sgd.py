@@ -106,6 +106,8 @@ class AsyncLocalSGD(AsyncTraining):
         return self._local
 
     def _add_hooks(self) -> list[RemovableHandle]:
+        for schedule in self._schedules.values():
+            schedule.join(self.async_worker.run_progress)
         self._follow()
         before = [each.register_step_pre_hook(self._before_step) for each in self.optimizers]
         return before + [each.register_step_post_hook(self._after_step) for each in self.optimizers]

@@ -7,7 +7,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.pytorch.training import listed
-from fairseq_async.server.optimizers.learning_rates import RateTable, check_table, present_rates, steps_taken, tabulate
+from fairseq_async.server.optimizers.learning_rates import (
+    RateTable,
+    begin_anew,
+    check_table,
+    present_rates,
+    steps_taken,
+    tabulate,
+)
 from fairseq_async.server.plan import whole_steps
 from fairseq_async.worker.start.server_process import say
 
@@ -43,10 +50,18 @@ class ProgressSchedule:
     """
 
     def __init__(self, optimizer: Optimizer, scheduler: LRScheduler, total_steps: int) -> None:
-        self._optimizer, self._scheduler = optimizer, scheduler
+        self._optimizer, self._scheduler, self._total_steps = optimizer, scheduler, total_steps
         self._table = RateTable(optimizer, tabulate(scheduler, optimizer, total_steps))
         self._taken = steps_taken(scheduler)
         self._rates = present_rates(optimizer)
+
+    def join(self, progress: float) -> None:
+        """Takes the progress of a run that is under way: the optimizer's present rates may be those of a checkpoint,
+        and not the first ones of its new scheduler."""
+        if whole_steps(progress) and not self._taken:
+            begin_anew(self._scheduler)
+            self._table.rates = tabulate(self._scheduler, self._optimizer, self._total_steps)
+            self._rates = present_rates(self._optimizer)
 
     def follow(self, progress: float) -> None:
         """Sets the rates for the step after this progress.

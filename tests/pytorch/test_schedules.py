@@ -1,5 +1,6 @@
 """Learning-rate schedules of a plain loop: they follow the run, or end the worker with one line."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -63,6 +64,40 @@ def test_a_schedule_of_local_sgd_follows_the_run(workers: Start, case: str, coun
     for rates in workers(count, local_sgd_main.build).run(train):
         assert [rate for _, rate in rates] == [wanted[whole_steps(progress)] for progress, _ in rates]
         assert count > 1 or [rate for _, rate in rates] == wanted
+
+
+@pytest.mark.parametrize("make", [AsyncLocalSGD, HybridAsync])
+def test_a_run_that_goes_on_has_the_rates_of_its_position(workers: Start, make: Any) -> None:
+    """Though the optimizer is loaded with the rates of the checkpoint, and its scheduler is new."""
+    is_local, half = make is AsyncLocalSGD, STEPS // 2
+    build = local_sgd_main.build if is_local else gradient_main.build
+    options = (AS_IT_IS if is_local else {"updates_per_step": 1}) | {"total_steps": STEPS}
+    saved: list[Any] = []
+
+    def train(worker: int) -> Tensor:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        if saved:
+            optimizer.load_state_dict(saved[1])
+        scheduler = SCHEDULERS["cosine"](optimizer)
+        block = make(model, optimizer, scheduler, **options)
+        block.load_state_dict(saved[0] if saved else {})
+        with block as training:
+            for step in range(half if saved else 0, STEPS):
+                model.zero_grad()
+                backward(model, step)
+                optimizer.step()
+                if not is_local:
+                    scheduler.step()
+                if step == half - 1:
+                    with training.server_parameters():
+                        saved[:] = training.state_dict(), copy.deepcopy(optimizer.state_dict())
+        return flat(model)
+
+    (whole,) = workers(1, build).run(train)
+    (second,) = workers(1, build).run(train)
+    assert torch.equal(whole, second)
+    assert saved[1]["param_groups"][0]["lr"] < 0.1
 
 
 def test_a_slow_worker_behind_the_others_last_step_has_the_schedules_last_rate(workers: Start) -> None:

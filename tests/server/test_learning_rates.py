@@ -1,5 +1,6 @@
 """A script's own learning-rate scheduler as a table of rates, and the optimizer that follows it."""
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import (
     ChainedScheduler,
     ConstantLR,
     CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
     CyclicLR,
     ExponentialLR,
     LambdaLR,
@@ -23,7 +25,14 @@ from torch.optim.lr_scheduler import (
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.protocol import ScheduleEvent, ScheduleReply
-from fairseq_async.server.optimizers.learning_rates import RateTable, StepCount, StepSchedule, check_table, tabulate
+from fairseq_async.server.optimizers.learning_rates import (
+    RateTable,
+    StepCount,
+    StepSchedule,
+    begin_anew,
+    check_table,
+    tabulate,
+)
 from fairseq_async.worker.connection.client import Client
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.halving import LAYOUT, build, halving_spec
@@ -45,18 +54,23 @@ def chained(of: Optimizer) -> ChainedScheduler:
     return ChainedScheduler([ConstantLR(of, 0.1, total_iters=2), ExponentialLR(of, 0.5)])
 
 
-@pytest.mark.parametrize(
+each_kind = pytest.mark.parametrize(
     "make",
     [
         partial(LambdaLR, lr_lambda=[lambda step: 0.5**step, lambda step: step / 10]),
         partial(CosineAnnealingLR, T_max=4),
         partial(OneCycleLR, max_lr=2.0, total_steps=STEPS + 1, cycle_momentum=False),
         partial(CyclicLR, base_lr=0.1, max_lr=2.0, step_size_up=2, cycle_momentum=False),
+        partial(CosineAnnealingWarmRestarts, T_0=4),
         sequential,
         chained,
     ],
 )
-@pytest.mark.parametrize("rate", [1.0, torch.tensor(1.0)], ids=["a number", "a tensor"])
+each_type = pytest.mark.parametrize("rate", [1.0, torch.tensor(1.0)], ids=["a number", "a tensor"])
+
+
+@each_kind
+@each_type
 def test_the_table_has_the_rates_that_the_scheduler_would_set(make: Make, rate: Any) -> None:
     drawn = optimizer(rate)
     scheduler = make(drawn)
@@ -68,6 +82,29 @@ def test_the_table_has_the_rates_that_the_scheduler_would_set(make: Make, rate: 
         if row is not table[-1]:
             drawn.step()
             scheduler.step()
+
+
+@each_kind
+@each_type
+@pytest.mark.parametrize("is_loaded_first", [True, False])
+def test_a_new_scheduler_of_an_optimizer_with_later_rates_begins_anew(
+    make: Make, rate: Any, is_loaded_first: bool
+) -> None:
+    """As of one that was loaded from a checkpoint, before or after the scheduler was made."""
+    saved = optimizer(copy.deepcopy(rate))
+    scheduler = make(saved)
+    expected = tabulate(scheduler, saved, STEPS)
+    for _ in range(3):
+        saved.step()
+        scheduler.step()
+    loaded = optimizer(copy.deepcopy(rate))
+    made = None if is_loaded_first else make(loaded)
+    loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+    made = made or make(loaded)
+    begin_anew(made)
+    assert tabulate(made, loaded, STEPS) == expected
+    assert [float(each) for each in made.get_last_lr()] == expected[0]
+    assert [float(group["lr"]) for group in loaded.param_groups] == expected[0]
 
 
 def test_a_wrapped_optimizer_is_the_schedulers_own() -> None:

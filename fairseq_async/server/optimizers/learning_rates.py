@@ -3,12 +3,13 @@
 import copy
 import math
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError, option
@@ -123,6 +124,30 @@ def rates_by_step(scheduler: Any, optimizer: Optimizer, steps: int, begins_at: i
         return _row_of_lambdas(scheduler, begins_at)
     rates = tabulate(scheduler, optimizer, steps, counted=not begins_at)
     return lambda step: rates[min(step, steps)]
+
+
+def begin_anew(scheduler: Any) -> None:
+    """Gives a scheduler that has taken no step, and its optimizer, the rates that it began with: the optimizer may have
+    been loaded with later ones, from a checkpoint of a run that has the position."""
+    for group in scheduler.optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(group["initial_lr"])
+        else:
+            group["lr"] = group["initial_lr"]
+    _begin(scheduler)
+
+
+def _begin(scheduler: Any) -> None:
+    """Sets the first rates as a scheduler does when it is made; a chained one multiplies those of the one before."""
+    within = getattr(scheduler, "_schedulers", [])
+    if isinstance(scheduler, SequentialLR):
+        within = within[bisect_right(scheduler._milestones, 0) :][:1]
+    for each in within:
+        _begin(each)
+    if not within and hasattr(scheduler, "last_epoch"):
+        scheduler.last_epoch = -1
+        scheduler._initial_step()
+    scheduler._last_lr = present_rates(scheduler.optimizer)
 
 
 class StepCount:
