@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fairseq_async.algorithms import AdaScaleGain
 from fairseq_async.collective import AdaScale
+from fairseq_async.collective.adascale.square_norms import LocalSquareNorms, norm_of
 from fairseq_async.errors import ConfigurationError
 from tests.helpers.commands import ROOT
 from tests.helpers.references import norms
@@ -189,6 +190,23 @@ def test_it_works_with_a_grad_scaler_that_skips_a_step() -> None:
     assert other.steps == 2 and scaler.get_scale() == 2048.0
     assert other.gain == pytest.approx(one.gain, rel=1e-4) and one.gain > 1
     assert other.gains.whole.variance == pytest.approx(one.gains.whole.variance, rel=1e-4)
+
+
+class OnGpu(Tensor):
+    """A norm that is not read before it is asked for."""
+
+    is_cpu = False
+
+
+def test_norms_on_a_gpu_are_those_of_one_step_each_pass_by_its_weight() -> None:
+    parameter = torch.ones(2, requires_grad=True)
+    of_passes = LocalSquareNorms([[parameter]], lambda _, gradient: norm_of(gradient).as_subclass(OnGpu))  # type: ignore[arg-type]
+    for weight in (1.0, 3.0):
+        of_passes.weight = weight
+        for gradient in ([3.0, 4.0], [0.0, 2.0]):
+            (parameter * torch.tensor(gradient)).sum().backward()
+        assert of_passes.sums(torch.device("cpu")).tolist() == [weight * (25.0 + 4.0)] and of_passes.passes == 2
+        of_passes.clear()
 
 
 def test_a_step_with_nan_leaves_the_averages_as_they_were() -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +110,12 @@ def test_a_digest_tells_batches_apart_whatever_holds_their_tensors() -> None:
     assert digest_of(torch.ones(4, 3), torch.ones(4, 3)) is None
     assert digest_of(torch.ones(1, 3), torch.zeros(1, 3)) is not None
     assert digest_of(*[(ids, torch.ones(2, 3))] * 2) is not None, "one of its tensors has rows that differ"
+    same = BatchDigest()
+    for number in range(8):
+        assert not same.closed, number
+        same.note(torch.ones(4, 3))
+        assert same.take() is None
+    assert same.closed, "it shows nothing, and its hooks are not needed any more"
 
 
 @pytest.mark.parametrize("passes", [range(9), range(0, 90, 10), [0, 1, 7, 8, 3, 2]], ids=["all", "some", "and back"])
@@ -185,6 +192,22 @@ def test_a_batch_size_by_which_the_loader_does_not_number_is_one_line(
     with pytest.raises(SystemExit):
         getattr(engine, name)(8)
     assert f"error: {name}(8): with training_data= the batch size stays" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("drawn", "most"), [(None, 1 + 2 + 16), (0, 1 + 3 * 2 + 16)])
+def test_a_worker_may_have_nearly_all_micro_batches_of_a_step_where_the_server_divides_it(
+    drawn: int | None, most: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of three workers, with two micro-batches a step on average; 16 more may be drawn ahead."""
+    share, position = DataShare([99], 3, 1, 2, 0, 1), Position()
+    position.drawn = drawn
+    made = ShardedLoader(Numbers(99), share, 1, None, lambda: position, True, Loading(), lambda: next(trained))  # type: ignore[arg-type]
+    trained = chain([0], repeat(1))
+    batches, count = iter(made), 0
+    with pytest.raises(SystemExit):
+        for count, _ in enumerate(batches, 1):
+            assert count < 60
+    assert count == most + 1 and f"error: {most + 1} batches were drawn" in capsys.readouterr().err
 
 
 def test_more_batches_in_each_step_than_the_configuration_says_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,8 +113,14 @@ def test_an_evaluation_and_a_checkpoint_of_a_worker_that_is_ahead_are_of_the_ser
     engine.async_worker = cast(
         Any, SimpleNamespace(look_ahead=look_ahead, joined=True, finished=False, catch_up=lambda: done.append("pulls"))
     )
-    monkeypatch.setattr(AsyncEngine, "save_checkpoint", lambda *arguments: done.append(f"saves {arguments[1:]}"))
+
+    def save(engine: HybridEngine, *arguments: object) -> None:
+        assert engine._saves, "the optimizer is saved without its moments, and the server's state beside it"
+        done.append(f"saves {arguments}")
+
+    monkeypatch.setattr(AsyncEngine, "save_checkpoint", save)
     engine.save_checkpoint("directory", "tag")
+    assert not engine._saves
     monkeypatch.setattr(DeepSpeedEngine, "eval", lambda engine: done.append("evaluates"))
     engine.eval()
     pulls = ["pulls"] * bool(look_ahead)

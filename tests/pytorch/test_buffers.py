@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,15 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from fairseq_async.algorithms import NesterovMomentum, StalenessPolicy, Update, WorkerBuffers
+from fairseq_async.options.config import LocalSGDOptions
 from fairseq_async.protocol import Status
 from fairseq_async.pytorch import AsyncLocalSGD
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.programs import local_sgd_main
+from fairseq_async.worker.buffers import with_buffers
+from fairseq_async.worker.loop import WorkerLoop
+from fairseq_async.worker.replica import TensorReplica
+from fairseq_async.worker.start.context import WorkerContext
 from tests.helpers.thread_workers import ThreadWorkers
 
 Start = Callable[..., ThreadWorkers]
@@ -160,6 +166,21 @@ def test_worker_0_evaluates_with_the_servers_statistics_and_goes_on_with_its_own
             )
 
     workers(1, local_sgd_main.build).run(train)
+
+
+def test_an_evaluation_that_changes_a_parameter_leaves_the_statistics_the_workers_own() -> None:
+    """A forward pass of the evaluation has changed them too."""
+    net = model()
+    replica = with_buffers(TensorReplica(list(net.named_parameters())), net, LocalSGDOptions(buffers="average"))
+    of_worker: Any = SimpleNamespace(replica=replica, settle=lambda: None, check_unchanged=lambda: None)
+    loop, own = WorkerLoop(of_worker, WorkerContext()), copy.deepcopy(net.state_dict())
+    loop.take_server_parameters(lambda: {"server": {"parameters": torch.full((replica.layout.size,), 7.0)}})
+    net.get_buffer(FLOATS[0]).fill_(9.0)
+    with torch.no_grad():
+        net.get_parameter("1.bias")[1] = 0.25
+    loop.give_back(loop.changed())
+    own["1.bias"][1] = 0.25
+    assert all(torch.equal(value, own[name]) for name, value in net.state_dict().items())
 
 
 def test_a_state_brings_the_statistics_back_and_a_module_may_have_another_tensor_each_step(workers: Start) -> None:

@@ -47,6 +47,20 @@ def test_a_changed_parameter_is_named(change: Callable[[Tensor], object], layer:
     assert watch.changed() is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_parameters_may_begin_anywhere_in_a_flat_tensor(dtype: torch.dtype) -> None:
+    """Also within a word of 8 bytes."""
+    flat = torch.arange(901.0).to(dtype)
+    named = [(str(start), flat[start : start + 299]) for start in (0, 301, 602)]
+    watch = ParameterWatch(named)
+    watch.note()
+    assert watch.changed() is None
+    flat[601] = -1.0  # between two of them
+    assert watch.changed() is None
+    flat[602 + 298] = -1.0
+    assert watch.changed() == "602"
+
+
 def test_passes_are_counted_from_the_last_step() -> None:
     watch = LoopWatch(lambda: [], [])
     for _ in range(3):

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.worker.start import store
+from fairseq_async.worker.start import store, world
 from fairseq_async.worker.start.context import WorkerContext
 
 
@@ -63,6 +63,26 @@ def test_the_number_of_ranks_of_this_machine_is_what_deepspeed_says(monkeypatch:
     monkeypatch.setenv("LOCAL_RANK", "0")
     found = WorkerContext.find(island_size=2)
     assert (found.worker, found.rank, found.local_rank, found.several_machines) == (1, 1, 0, True)
+
+
+@pytest.mark.parametrize("given", ["", "3"])
+def test_a_worker_without_a_launcher_of_ranks_is_a_world_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """On the GPU that its launcher has given it."""
+    monkeypatch.setattr(os, "environ", {"LOCAL_RANK": given} if given else {})
+    monkeypatch.setattr(world, "free_port", lambda: 29400)
+    world.start_world(WorkerContext(worker=2, workers=5))
+    assert os.environ == {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": given or "0",
+        "LOCAL_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29400",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
 
 
 def test_an_island_without_a_launcher_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
