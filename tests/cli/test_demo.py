@@ -2,10 +2,11 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from fairseq_async.cli.demo import _draw, _run, demo
+from fairseq_async.cli.demo import _draw, _picture, _reached, _read, _run, demo
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.records.events import read_events
 from tests.helpers.commands import ROOT
@@ -46,6 +47,36 @@ def test_an_interrupted_demo_ends_its_launcher(tmp_path: Path, monkeypatch: pyte
         next(run)
     run.close()  # as an interrupt does where the picture is drawn
     assert "ended" in log.read_text()
+
+
+def test_the_curves_are_means_over_fifteen_updates_from_the_first_with_a_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = [None, *(float(number) for number in range(1, 21))]
+    events = [SimpleNamespace(time=100.0 + 2 * number, loss=loss) for number, loss in enumerate(losses)]
+    monkeypatch.setattr("fairseq_async.records.events.read_events", lambda path: events)
+    curve = _read(tmp_path)
+    assert [seconds for seconds, _ in curve] == [2.0 * number for number in range(20)]
+    assert [mean for _, mean in curve] == [(1 + n) / 2 for n in range(1, 16)] + [9.0, 10.0, 11.0, 12.0, 13.0]
+    assert (_reached(curve, 8.0), _reached(curve, 1.4), _reached(curve, 0.9)) == ("0 s", "0 s", "none of it")
+    assert _reached([(0.0, 3.0), (4.4, 2.0), (9.0, 1.0)], 2.0) == "4 s"
+
+
+def test_the_picture_has_each_point_at_its_time_and_loss() -> None:
+    assert _picture({"synchronous": []}).startswith("starting two workers")
+    lines = _picture(
+        {"synchronous": [(0.0, 3.0), (20.0, 1.0)], "asynchronous": [(0.0, 3.0), (10.0, 2.0), (15.0, 1.0)]}
+    ).splitlines()
+    found = {
+        (row, column - 7): mark
+        for row, line in enumerate(lines[:14])
+        for column, mark in enumerate(line)
+        if mark in "sa"
+    }
+    assert found == {(0, 0): "a", (13, 71): "s", (6, 36): "a", (13, 53): "a"}
+    assert (lines[0][:7], lines[13][:7], lines[7][:7]) == (" 3.00 |", " 1.00 |", "      |") and lines[-1].endswith(
+        "  20 s"
+    )
 
 
 def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ def test_the_command_writes_what_both_sides_need_with_keys_that_nobody_else_read
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = tmp_path / "certificates"
+    directory.mkdir(mode=0o700)
+    (directory / "server.key").write_text("one that others could read")
     monkeypatch.setattr(sys, "argv", ["fairseq-async", "certificates", str(directory), "node1", "10.0.0.1"])
     with pytest.raises(SystemExit) as end:
         cli.main()
@@ -35,9 +37,14 @@ def test_the_command_writes_what_both_sides_need_with_keys_that_nobody_else_read
     assert names(directory) == {"node1", "10.0.0.1", "127.0.0.1", "localhost"}
     tls.server_context(directory)
     tls.worker_context(directory)
+    days = dict[str, int]()
     for path in directory.glob("*.pem"):
-        begins = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_before_utc
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
         assert datetime.now(timezone.utc) - begins > timedelta(minutes=59), "another machine's clock may be behind"
+        assert path.stat().st_mode & 0o777 == 0o644
+        days[path.stem] = (ends - begins).days
+    assert days == {"authority": 3650, "server": 365, "worker": 365}
 
 
 def test_a_second_call_keeps_the_authority_so_that_what_was_copied_stays_good(tmp_path: Path) -> None:
