@@ -1,0 +1,109 @@
+"""Steps of a ``Trainer`` with as many micro-batches as the server says, without a training."""
+
+import copy
+import pickle
+import sys
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fairseq_async.errors import ConfigurationError
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setitem(sys.modules, "torchaudio", None)  # transformers would import it; it may not fit this torch
+    return import_module("fairseq_async.pytorch.accumulation")
+
+
+def test_the_loops_position_is_one_within_the_step(module: Any) -> None:
+    """The loop first asks at the end of a step's first micro-batch, whatever its position in the epoch."""
+    steps = module.AccumulationSteps(4)
+    assert [position % steps for position in (3, 4, 5)] == [3, 0, 1], "no share is known yet"
+    for first, number in ((6, 3), (9, 1), (1, 2)):
+        steps.begin_step(number)
+        assert [(first + more) % steps for more in range(1, number + 1)] == [*range(1, number), 0]
+    assert steps == 4 and 8 // steps == 2
+    for copied in (copy.deepcopy(steps), pickle.loads(pickle.dumps(steps))):
+        assert type(copied) is int and copied == 4
+
+
+def trainer_of(module: Any, kind: type | None = None, **args: Any) -> Any:
+    """A ``Trainer`` that was not set up; its epochs note what they are given."""
+    trainer = (kind or module.Trainer).__new__(kind or module.Trainer)
+    given = {"gradient_accumulation_steps": 4, "ignore_data_skip": False} | args
+    trainer.args, trainer.compute_loss_func, trainer.epochs = SimpleNamespace(**given), None, []
+    trainer._run_epoch = lambda **given: trainer.epochs.append(given)
+    return trainer
+
+
+def drawing(batches: Any, number: int, device: object) -> tuple[list[int], object]:
+    return [batch for batch, _ in zip(batches, range(number), strict=False)], device
+
+
+def test_a_step_at_the_end_of_an_epoch_is_of_what_is_left(module: Any) -> None:
+    trainer, worker = trainer_of(module), SimpleNamespace(micro_batches=6, drawn=None)
+    accumulation, batches = module.Accumulation(trainer, worker), iter(range(100))
+    trainer._run_epoch(steps_in_epoch=10, resume_from_checkpoint=None, epoch=0, epochs_trained=0)
+    for drawn in (6, 4, 6, 6):  # in its next epoch the loop asks on, if it has not begun it anew
+        worker.micro_batches = 6
+        assert len(accumulation.draw(drawing, batches, "cpu")[0]) == worker.micro_batches == drawn
+        positions = [number % trainer.args.gradient_accumulation_steps for number in range(3, 3 + drawn)]
+        assert positions == [*range(1, drawn), 0]
+    worker.micro_batches = 6
+    assert accumulation.draw(drawing, iter(()), "cpu") == ([], "cpu") and worker.micro_batches == 6
+    (epoch,) = trainer.epochs
+    assert epoch["num_update_steps_per_epoch"] == 10, "more than there are"
+    own = vars(trainer)["_run_epoch"]
+    accumulation.end()
+    assert type(trainer.args.gradient_accumulation_steps) is int and "_run_epoch" not in vars(trainer) and own
+
+
+@pytest.mark.parametrize(
+    ("skips", "resumed", "expected", "left"),
+    [
+        (False, "checkpoint-3", [(2, 2, 5), (3, 2, 0)], [5, 10]),  # it has had two epochs and a half
+        (True, "checkpoint-3", [(1, 1, 0), (2, 1, 0)], [10, 10]),
+        (False, None, [(1, 1, 0), (2, 1, 0)], [10, 10]),
+    ],
+)
+def test_a_run_that_goes_on_begins_where_the_worker_was_in_its_data(
+    module: Any, skips: bool, resumed: str | None, expected: list[tuple[int, int, int]], left: list[int]
+) -> None:
+    """The Trainer itself believes that it is at the beginning of its second epoch."""
+    trainer, worker = trainer_of(module, ignore_data_skip=skips), SimpleNamespace(micro_batches=6, drawn=25)
+    accumulation, found, were_left = module.Accumulation(trainer, worker), [], []
+    for epoch in (1, 2):
+        own = {"epoch": epoch, "epochs_trained": 1, "steps_trained_in_current_epoch": 0}
+        trainer._run_epoch(steps_in_epoch=10, resume_from_checkpoint=resumed, **own)
+        given = trainer.epochs[-1]
+        found.append((given["epoch"], given["epochs_trained"], given["steps_trained_in_current_epoch"]))
+        were_left.append(accumulation._left)
+    assert found == expected and were_left == left
+
+
+def test_a_script_that_counts_is_found_in_any_class_of_its_own(module: Any) -> None:
+    class Counting(module.Trainer):  # type: ignore[misc,name-defined]
+        def compute_loss(self) -> float:
+            return 1.0 / float(self.args.gradient_accumulation_steps)
+
+    class Further(Counting):
+        def log(self) -> None: ...
+
+    def own_loss(trainer: Any) -> float:
+        return 1.0 / float(trainer.args.gradient_accumulation_steps)
+
+    plain = trainer_of(module)
+    assert module.follows_shares(plain)
+    module.check_counting(plain)
+    plain.compute_loss_func = own_loss
+    for trainer, name in (
+        (trainer_of(module, Counting), "Counting.compute_loss"),
+        (trainer_of(module, Further), "Counting.compute_loss"),
+        (plain, "compute_loss_func"),
+    ):
+        assert not module.follows_shares(trainer)
+        with pytest.raises(ConfigurationError, match=f"^{name} reads args.gradient_accumulation_steps"):
+            module.check_counting(trainer)

@@ -1,0 +1,141 @@
+"""What ``AsyncCallback`` decides at each event of a ``Trainer``, without a ``Trainer``."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, call
+
+import pytest
+import torch
+
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.worker.start.context import WorkerContext
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """With a ``Trainer`` that another callback has changed already."""
+    monkeypatch.setitem(sys.modules, "torchaudio", None)  # transformers would import it; it may not fit this torch
+    found = import_module("fairseq_async.pytorch.hf_trainer")
+    changed = SimpleNamespace(set_initial_training_values=SimpleNamespace(__wrapped__=None))
+    monkeypatch.setattr(found, "Trainer", changed)
+    monkeypatch.setattr(found, "_callbacks", [])
+    monkeypatch.delenv("RANK", raising=False)
+    return found
+
+
+def callback_of(module: Any, monkeypatch: pytest.MonkeyPatch, worker: int = 0, workers: int = 3, **options: Any) -> Any:
+    monkeypatch.setattr(WorkerContext, "find", lambda: WorkerContext(worker, workers))
+    return module.AsyncCallback(**{"method": "hybrid_async"} | options)
+
+
+@pytest.mark.parametrize(("given", "known"), [(None, None), (True, None), (False, None), ("here", "here")])
+def test_a_checkpoint_is_where_the_script_says_if_it_says_where(
+    module: Any, monkeypatch: pytest.MonkeyPatch, given: object, known: object
+) -> None:
+    assert callback_of(module, monkeypatch, resume_from_checkpoint=given)._resumed_from == known
+
+
+def test_a_script_that_reads_the_number_of_workers_divides_the_data_itself(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback = callback_of(module, monkeypatch, worker=1)
+    assert callback.worker == 1 and callback.place == (3, 1)
+    own, handler = object(), SimpleNamespace(callbacks=[object(), callback])
+    assert module._place(SimpleNamespace(callback_handler=handler)) == module._place(None) == (3, 1)
+    assert module._place(SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[own]))) is None
+    assert callback.workers == 3 and callback.place is None and module._place(None) is None
+    callback._training = SimpleNamespace(worker=4, workers=5)  # one that has joined
+    assert (callback.worker, callback.workers) == (4, 5)
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_worker_0_alone_saves_the_servers_state_where_the_trainer_has_saved(
+    module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, worker: int
+) -> None:
+    callback = callback_of(module, monkeypatch, worker)
+    callback._training = MagicMock(worker=worker)
+    callback._training.state_dict.return_value = {"server": torch.ones(2), "method": "x"}
+    args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=12)
+    callback.on_save(args, state, None)
+    (tmp_path / "checkpoint-12").mkdir()
+    callback.on_save(args, state, None)
+    assert [path.name for path in tmp_path.rglob("*.pt")] == ["async_server.pt"] * (worker == 0)
+    restored = MagicMock()
+    if worker == 0:
+        with pytest.raises(ConfigurationError, match="none/async_server.pt, the server's state, is not there"):
+            callback._restore(restored, tmp_path / "none" / "async_server.pt")
+        callback._restore(restored, tmp_path / "checkpoint-12" / "async_server.pt")
+        assert restored.load_state_dict.call_args.args[0]["server"].tolist() == [1.0, 1.0]
+    else:
+        callback._restore(restored, tmp_path / "none" / "async_server.pt")
+        assert not restored.mock_calls, "worker 0 brings it"
+
+
+@pytest.mark.parametrize(
+    ("worker", "finished", "for_all"), [(0, False, True), (0, True, False), (1, False, False), (1, True, False)]
+)
+def test_worker_0_that_stops_before_the_end_ends_the_run_for_all(
+    module: Any, monkeypatch: pytest.MonkeyPatch, worker: int, finished: bool, for_all: bool
+) -> None:
+    callback = callback_of(module, monkeypatch, worker)
+    callback._training = training = MagicMock(worker=worker, finished=finished)
+    callback.on_train_end(None, None, None)
+    assert training.mock_calls == [call.leave(for_all=for_all), call.abandon()]
+
+
+@pytest.mark.parametrize(
+    ("worker", "wanted", "left", "calls"),
+    [
+        (0, "", "", []),
+        (0, "log", "log", []),
+        (0, "evaluate", "evaluate", [call.take_server_parameters()]),
+        (0, "save log", "save log", [call.take_server_parameters()]),
+        (0, "training_stop save", "training_stop save", [call.pull(), call.take_server_parameters()]),
+        (1, "log evaluate save", "", []),
+        (1, "log training_stop", "training_stop", [call.pull()]),
+    ],
+)
+def test_before_the_trainer_logs_evaluates_or_saves_worker_0_has_the_servers_parameters(
+    module: Any, monkeypatch: pytest.MonkeyPatch, worker: int, wanted: str, left: str, calls: list[Any]
+) -> None:
+    callback = callback_of(module, monkeypatch, worker)
+    callback._training = training = MagicMock(worker=worker)
+    names = ("training_stop", "evaluate", "save", "log")
+    control = SimpleNamespace(**{f"should_{name}": name in wanted.split() for name in names})
+    callback._prepare(control)
+    assert {name for name in names if getattr(control, f"should_{name}")} == set(left.split())
+    assert training.mock_calls == calls
+
+
+@pytest.mark.parametrize(
+    ("options", "workers", "number", "follows", "shares"),
+    [
+        ({}, 3, 4, True, True),
+        ({}, 1, 4, True, False),
+        ({}, 3, 1, True, False),
+        ({}, 3, 4, False, False),  # the script counts them itself
+        ({"barrier": True}, 3, 4, True, False),
+        ({"updates_per_step": 3}, 3, 4, True, False),
+        ({"shares": "equal"}, 3, 4, True, False),
+        ({"shares": "auto"}, 3, 4, False, True),
+    ],
+)
+def test_the_server_divides_the_micro_batches_of_a_step_by_default_where_it_can(
+    module: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    workers: int,
+    number: int,
+    follows: bool,
+    shares: bool,
+) -> None:
+    checked = list[object]()
+    callback = callback_of(module, monkeypatch, workers=workers, **options)
+    callback._trainer = SimpleNamespace(args=SimpleNamespace(gradient_accumulation_steps=number))
+    monkeypatch.setattr(module, "follows_shares", lambda trainer: follows)
+    monkeypatch.setattr(module, "check_counting", checked.append)
+    assert callback._shares() == ({"shares": "auto", "micro_batches": number} if shares else {})
+    assert checked == [callback._trainer] * shares
