@@ -1,14 +1,20 @@
 """Workers of several ranks in DeepSpeed with a barrier, beside plain DeepSpeed on all their ranks."""
 
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.commands import DEEPSPEED, Processes, command
+from fairseq_async.exchange.authentication import new_token, write_token
+from tests.helpers.commands import DEEPSPEED, Processes, command, free_port
 from tests.helpers.deepspeed_islands import CASES, STEPS, make_model
+from tests.helpers.launched import count, find
 from tests.helpers.run_files import events
+from tests.helpers.waiting import wait_until
 
 JOB = ["-m", "tests.helpers.deepspeed_islands"]
 
@@ -50,3 +56,47 @@ def test_a_worker_of_two_ranks_and_one_of_one_are_plain_deepspeed_on_three(
     code, output = processes.run([*launcher, *job], seconds=200, **DEEPSPEED)
     assert code == 0, output
     check_equal(tmp_path, 3, 1e-6, output)
+
+
+def rank_of(out: Path, worker: int | str, rank: int) -> int:
+    pattern = rf"(?s)deepspeed_islands(?=.*FAIRSEQ_ASYNC_WORKER={worker}\b)(?=.*\0RANK={rank}\b)"
+    (pid,) = find(out, pattern)
+    return pid
+
+
+def interrupt(process: "subprocess.Popen[str]") -> None:
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 130 and "Traceback" not in output, output
+
+
+@pytest.mark.timeout(500)
+def test_workers_in_zero_3_come_back_join_leave_and_go_on_as_others(processes: Processes, tmp_path: Path) -> None:
+    """All ranks of a worker come back where one is killed. The run is then resumed by one worker of three ranks."""
+    address, token, run = f"127.0.0.2:{free_port('127.0.0.2')}", tmp_path / "token", tmp_path / "run"
+    write_token(token, new_token())
+    host, port = address.split(":")
+    job = ["--ranks-per-worker", 2, "--token-file", token, "--", sys.executable, *JOB, tmp_path, "endless"]
+    launch = [command("fairseq-async"), "launch", "--workers", 1, "--host", host, "--port", port]
+    launcher = processes.start([*launch, *job], **DEEPSPEED)
+    wait_until(lambda: count(run, 0) > 3, 150)
+    first = rank_of(tmp_path, 0, 0)
+    os.kill(rank_of(tmp_path, 0, 1), signal.SIGKILL)
+    before = count(run, 0)
+    wait_until(lambda: count(run, 0) > before + 3, 150)
+    assert rank_of(tmp_path, 0, 0) != first, "a rank without the other would wait for it for ever"
+    joiner = processes.start([command("fairseq-async"), "join", address, *job], **DEEPSPEED)
+    wait_until(lambda: count(run, 1) > 3, 150)
+    ranks = [rank_of(tmp_path, "joins", rank) for rank in (0, 1)]
+    interrupt(joiner)
+    wait_until(lambda: not any(Path(f"/proc/{rank}/cmdline").exists() for rank in ranks), 30)
+    interrupt(launcher)
+    code, audit = processes.run([command("fairseq-async"), "audit", run])
+    assert code == 0, audit
+    assert {event["ranks"] for event in events(run)} == {2}
+    last, before = events(run)[-1]["version_after"], count(run, 0)
+    job[1] = 3
+    launcher = processes.start([*launch, "--resume", *job], **DEEPSPEED)
+    wait_until(lambda: count(run, 0) > before + 3, 150)
+    interrupt(launcher)
+    assert events(run)[-1]["ranks"] == 3 and events(run)[-1]["version_after"] > last
