@@ -1,10 +1,11 @@
 """The state of optimizers that have stepped before a run, as a state from which the run's server goes on."""
 
+import sys
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,6 +24,8 @@ from fairseq_async.server.optimizers.several import SeveralOptimizers
 from fairseq_async.server.plan import Build
 from fairseq_async.worker.start.server_process import say
 
+_T = TypeVar("_T")
+_LIBRARIES = ("torch", "deepspeed")
 Named = Sequence[tuple[str, Parameter]]
 _MOMENTS = "the state of the optimizer was {} during the run, and its moments are the server's: {}, or use local SGD"
 _CHANGED = _MOMENTS.format("loaded or cleared", "do so before the run begins")
@@ -132,7 +135,17 @@ class StateInServer(defaultdict[Any, Any]):
     """The state of an optimizer during the run: empty, as the server has the moments."""
 
     def clear(self) -> None:
-        """Ends the process with one line: a script that clears the moments would go on with the server's."""
+        """Ends the process with one line: a script that clears or sets moments would go on with the server's."""
+        fail(_CHANGED)
+
+    def pop(self, *of_the_script: Any) -> NoReturn:
+        """See :meth:`clear`."""
+        fail(_CHANGED)
+
+    def __setitem__(self, parameter: Any, state: Any) -> NoReturn:
+        fail(_CHANGED)
+
+    def __delitem__(self, parameter: Any) -> NoReturn:
         fail(_CHANGED)
 
     def __missing__(self, parameter: Any) -> NoReturn:
@@ -140,9 +153,29 @@ class StateInServer(defaultdict[Any, Any]):
         none."""
         fail(_READ)
 
-    def values(self) -> NoReturn:
-        """As :meth:`__missing__`: a loop over all moments, which sets or scales them, would do nothing."""
-        fail(_READ)
+    # A loop over all moments, which sets or scales them, would do nothing
+
+    def __iter__(self) -> Iterator[Any]:
+        return _for_libraries(super().__iter__())
+
+    def keys(self) -> Any:
+        """As :meth:`__missing__`, and so are all that return several moments, or another value in place of one."""
+        return _for_libraries(super().keys())
+
+    def values(self) -> Any:
+        """See :meth:`keys`."""
+        return _for_libraries(super().values())
+
+    def items(self) -> Any:
+        """See :meth:`keys`."""
+        return _for_libraries(super().items())
+
+    def get(self, parameter: Any, default: Any = None) -> Any:
+        """See :meth:`keys`."""
+        return _for_libraries(default)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StateInServer, (dict,)
 
     def check(self, optimizer: Optimizer) -> None:
         """Checks that the optimizer has this state.
@@ -152,3 +185,10 @@ class StateInServer(defaultdict[Any, Any]):
         """
         if optimizer.state is not self:
             raise ConfigurationError(_CHANGED)
+
+
+def _for_libraries(found: _T) -> _T:
+    """Returns what was found if torch or DeepSpeed asks, as ``state_dict()`` does; ends the process with one line for a
+    script."""
+    module = sys._getframe(2).f_globals.get("__name__", "")
+    return found if module.partition(".")[0] in _LIBRARIES else fail(_READ)

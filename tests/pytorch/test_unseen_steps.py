@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
@@ -325,11 +325,19 @@ CHANGES: dict[str, tuple[Callable[[Optimizer], object], bool, str]] = {  # and w
     "parameters": (setting("params", []), True, "param_groups[0] of the optimizer"),
     "moments that are read": (read, False, STATE.replace("loaded or cleared", "read")),
     "moments that are loaded": (load_new, False, STATE),
-    "all moments": (
-        lambda optimizer: list(optimizer.state.values()),
-        False,
-        STATE.replace("loaded or cleared", "read"),
-    ),
+    **{
+        f"moments, by {name}": (of, False, STATE.replace("loaded or cleared", "read"))
+        for name, of in {
+            "values()": lambda optimizer: list(optimizer.state.values()),
+            "items()": lambda optimizer: list(optimizer.state.items()),
+            "keys()": lambda optimizer: list(optimizer.state.keys()),
+            "iteration": lambda optimizer: list(optimizer.state),
+            "get()": lambda optimizer: optimizer.state.get(optimizer.param_groups[0]["params"][0]),
+        }.items()
+    },
+    "a moment that is taken out": (lambda optimizer: optimizer.state.pop(None, None), False, STATE),
+    "a moment that is deleted": (lambda optimizer: optimizer.state.__delitem__(None), False, STATE),
+    "a moment that is set": (lambda optimizer: optimizer.state.__setitem__(None, {}), False, STATE),
     "moments that are cleared": (lambda optimizer: optimizer.state.clear(), False, STATE),
 }
 
@@ -384,3 +392,24 @@ def test_an_optimizer_that_is_saved_without_its_moments_is_named_once(
 
     workers(1, gradient_main.build).run(train)
     assert capfd.readouterr().err.count("warning: Adam.state_dict() has no moments") == (not of_trainer)
+
+
+def test_an_optimizer_may_be_copied_in_the_block_and_its_copy_does_not_step(
+    workers: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Adagrad looks at all its moments when it is copied."""
+
+    def train(worker: int) -> None:
+        model = net()
+        optimizer = Adagrad(model.parameters(), lr=0.01)
+        with pytest.raises(SystemExit, match="2"), HybridAsync(model, optimizer, updates_per_step=1) as training:
+            backward(model, 0)
+            optimizer.step()
+            copied = copy.deepcopy(optimizer)
+            assert not copied.state_dict()["state"] and training.progress == 1
+            for parameter in copied.param_groups[0]["params"]:
+                parameter.grad = torch.ones_like(parameter)
+            copied.step()
+
+    workers(1, gradient_main.build).run(train)
+    assert STATE.replace("loaded or cleared", "read") in capfd.readouterr().err
