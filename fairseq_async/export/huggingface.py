@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from fairseq_async.errors import ConfigurationError, first_line
 from fairseq_async.export.reading import Source, Tensors, fitted, load_tensors, save_tensors, unwrapped
+from fairseq_async.pytorch.torchaudio import hide_broken_torchaudio
 
 _WEIGHTS, _ADAPTER, _ADAPTER_CONFIG = "model.safetensors", "adapter_model.safetensors", "adapter_config.json"
 _OF_A_MODEL = ("*.json", "*.txt", "*.model", "*.jinja")  # files of configuration and tokenizer
@@ -118,6 +119,7 @@ def _of_configuration(directory: Path) -> Described | None:
     try:
         if "model_type" not in json.loads((directory / "config.json").read_text()):
             return None  # before an import that takes seconds
+        hide_broken_torchaudio()
         import transformers  # not in every environment
 
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
@@ -219,6 +221,7 @@ def _in_file(name: str) -> str:
 def _merge(adapter: Path, base: Path, tensors: Tensors, out: Path) -> None:
     """Merges an adapter into its base model, as PEFT does."""
     try:
+        hide_broken_torchaudio()
         import transformers  # not in every environment
         from peft import PeftModel
     except (ImportError, OSError, RuntimeError) as error:

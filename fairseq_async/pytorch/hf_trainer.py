@@ -1,4 +1,9 @@
 """A callback that makes the ``Trainer`` of transformers a worker of an asynchronous run, without DeepSpeed."""
+# ruff: noqa: E402 - transformers is imported after a broken torchaudio is hidden from it
+
+from fairseq_async.pytorch.torchaudio import hide_broken_torchaudio
+
+hide_broken_torchaudio()
 
 import os
 from collections.abc import Callable

@@ -129,6 +129,18 @@ def test_a_trainer_is_one_of_all_ranks_only_while_it_makes_the_loader_of_its_tra
     assert (vars(state), loading.dispatch_batches) == ({"num_processes": 1, "process_index": 0}, True)
 
 
+def test_a_torchaudio_that_cannot_be_loaded_is_hidden_from_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torchaudio.py").write_text("raise OSError('built for another torch')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("torchaudio", "fairseq_async.pytorch.hf_trainer"):
+        monkeypatch.setitem(sys.modules, name, None)  # what is there now comes back after the test
+        del sys.modules[name]
+    import_module("fairseq_async.pytorch.hf_trainer")
+    assert sys.modules["torchaudio"] is None
+
+
 def test_a_server_that_would_begin_anew_is_one_line_of_error(
     two: tuple[Path, list[dict[str, Any]]], tmp_path: Path, processes: Processes
 ) -> None:
