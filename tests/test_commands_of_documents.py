@@ -67,7 +67,7 @@ SMALLER = {
 }
 
 
-OUTPUTS = ("SAVE_DIR", "RUN_DIR", "RUN", "async_training", "runs/c4_lm")
+OUTPUTS = ("SAVE_DIR", "RUN_DIR", "RUN", "async_training", "runs/c4_lm", "checkpoints", "model")
 
 
 def shortened(command: str) -> str:
@@ -163,6 +163,8 @@ MEASURED = "docs/results/"  # trainings there took hours; test_quick_commands_of
 LEFT = (  # what a training leaves, by a part of its command
     (r"--optimizer (adasum|adascale)", "checkpoint_last.pt"),
     (r"fairseq-train ", "events.jsonl"),
+    (r" train_deepspeed\.py", "latest"),
+    (r" train_trainer\.py", "model.safetensors"),
 )
 
 
