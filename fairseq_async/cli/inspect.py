@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fairseq_async.cli.paths import find
+from fairseq_async.errors import GIVE_A_RUN
 
 _RUN = "Directory of a run: its --run-dir, by default --save-dir."
 app = typer.Typer()
@@ -15,7 +16,7 @@ app = typer.Typer()
 @app.command()
 def audit(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN, show_default=False)]) -> None:
     """Show from a run's logs that every update that was acknowledged counts once, or was taken back by a rollback."""
-    without = f"{run_dir}: there is no events.jsonl; give the --run-dir or --save-dir of a run"
+    without = f"{run_dir}: there is no events.jsonl; {GIVE_A_RUN}"
     find(run_dir / "events.jsonl", lambda _: without)
     from fairseq_async.launch.progress.display import plain_console  # start-up time
     from fairseq_async.reporting.audit import audit as check
@@ -27,7 +28,7 @@ def audit(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN, 
 @app.command()
 def watch(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN, show_default=False)]) -> None:
     """Show a run as it goes on, from any machine that sees its directory; Ctrl-C ends the view, not the run."""
-    find(run_dir / "run.json", lambda why: f"{run_dir}: no run there yet (run.json: {why})")
+    find(run_dir / "run.json", lambda why: f"{run_dir}: no run there yet (run.json: {why}); {GIVE_A_RUN}")
     from fairseq_async.reporting.watch import follow  # start-up time
 
     follow(run_dir)
@@ -108,7 +109,7 @@ def report(
 ) -> None:
     """Draw runs and simulations: one HTML page that needs no network, and PNGs."""
     for path in runs:
-        none = f"{path}: no run and no simulation there (no run.json); give the --run-dir or --save-dir of a run"
+        none = f"{path}: no run and no simulation there (no run.json); {GIVE_A_RUN}"
         find(path, lambda _, none=none: none)  # type: ignore[misc]
     from fairseq_async.reporting.runs import load, name_of  # start-up time
 

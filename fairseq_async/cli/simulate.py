@@ -10,7 +10,7 @@ import typer
 
 from fairseq_async.cli.inspect import report
 from fairseq_async.cli.paths import find
-from fairseq_async.errors import ConfigurationError, as_key, spell_options
+from fairseq_async.errors import GIVE_A_RUN, ConfigurationError, as_key, spell_options
 
 if TYPE_CHECKING:
     from fairseq_async.replay.replay import RecordedRun, Recording
@@ -68,7 +68,7 @@ def replay(
     ] = None,
 ) -> None:
     """Repeat a recorded run in one process, bit for bit, and name the first update that differs."""
-    find(run_dir, lambda _: f"{run_dir.absolute()}: no run there; give the --run-dir (or --save-dir) of one")
+    find(run_dir, lambda _: f"{run_dir.absolute()}: no run there; {GIVE_A_RUN}")
     path = run_dir.resolve()  # of a link in a circle this would be no OSError
     from rich.progress import Progress  # start-up time
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fairseq_async.algorithms import Region, Rule, Update, in_turn
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import AsyncError, ConfigurationError
+from fairseq_async.errors import GIVE_A_RUN, AsyncError, ConfigurationError
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Layout, Push, Receipt, Report, ScheduleEvent
 from fairseq_async.protocol.receipt import SETTLED, Status
@@ -88,7 +88,7 @@ class Recording:
             ConfigurationError: a file is missing or broken, or the run was not recorded from its beginning.
         """
         if not run_dir.is_dir() or not any(run_dir.iterdir()):
-            raise ConfigurationError(f"{run_dir}: no run there; give the --run-dir (or --save-dir) of one")
+            raise ConfigurationError(f"{run_dir}: no run there; {GIVE_A_RUN}")
         description = RunDescription.read(run_dir)
         spec, layout = description.spec, description.layout
         reader = LineReader(run_dir / EVENTS, Event.from_json)

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fairseq_async.errors import AsyncError, ConfigurationError
+from fairseq_async.errors import GIVE_A_RUN, AsyncError, ConfigurationError
 from fairseq_async.protocol.receipt import SETTLED, Status
 from fairseq_async.records.description import RunDescription
 from fairseq_async.records.event_log import BAD, EVENTS, ROLLBACKS, ROLLED_BACK
@@ -80,7 +80,7 @@ def audit(run_dir: Path) -> Audit:
         ConfigurationError: there is no log of a run.
     """
     if not (run_dir / EVENTS).is_file():
-        raise ConfigurationError(f"{run_dir}: there is no {EVENTS}; give the --run-dir or --save-dir of a run")
+        raise ConfigurationError(f"{run_dir}: there is no {EVENTS}; {GIVE_A_RUN}")
     if _has_regions(run_dir):
         raise ConfigurationError(f"{run_dir}: a simulation of several regions, each of which counts its own versions")
     found = Audit()

@@ -10,7 +10,7 @@ from statistics import fmean, median, pstdev
 from rich import box
 from rich.table import Table
 
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import GIVE_A_RUN, ConfigurationError
 from fairseq_async.records.description import RunDescription
 from fairseq_async.records.event_log import EVENTS
 from fairseq_async.records.events import Event, read_events
@@ -63,7 +63,7 @@ def measure(run_dir: Path, compress: str = "") -> MeasuredCosts:
     """
     description = RunDescription.read(run_dir)
     if not (run_dir / EVENTS).is_file():
-        raise ConfigurationError(f"{run_dir}: no run that can be read there: there is no {EVENTS}")
+        raise ConfigurationError(f"{run_dir}: no run that can be read there: there is no {EVENTS}; {GIVE_A_RUN}")
     if description.has_barrier:
         raise ConfigurationError(f"{run_dir}: a run with a barrier says nothing of what an exchange costs by itself")
     if description.exchanges_while_computing:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import GIVE_A_RUN, ConfigurationError
 from fairseq_async.simulation.costs import NetworkLink
 
 
@@ -56,7 +56,9 @@ def check_run(run_dir: Path) -> None:
     try:
         (run_dir / "run.json").stat()
     except OSError as error:
-        raise ConfigurationError(f"{run_dir}: no run that can be read there (run.json): {error.strerror}") from error
+        raise ConfigurationError(
+            f"{run_dir}: no run that can be read there (run.json): {error.strerror}; {GIVE_A_RUN}"
+        ) from error
 
 
 def _counts(flag: str, text: str) -> tuple[int, ...]:

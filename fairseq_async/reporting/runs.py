@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import GIVE_A_RUN, ConfigurationError
 from fairseq_async.launch.progress.compressed import Compressed, read_sizes
 from fairseq_async.launch.progress.earlier_launches import Pauses
 from fairseq_async.protocol.receipt import Status
@@ -212,9 +212,7 @@ def load(paths: Sequence[Path]) -> list[LoadedRun]:
     for path in paths:
         found = [path] if (path / "run.json").exists() else [each.parent for each in path.glob("**/run.json")]
         if not found:
-            raise ConfigurationError(
-                f"{path}: no run and no simulation there (no run.json); give the --run-dir or --save-dir of a run"
-            )
+            raise ConfigurationError(f"{path}: no run and no simulation there (no run.json); {GIVE_A_RUN}")
         named = {each: name_of(each if len(found) > 1 else path) for each in sorted(found)}
         read = [run for directory, name in named.items() if (run := _read(directory, name)) is not None]
         runs += sorted(read, key=lambda run: run.number)

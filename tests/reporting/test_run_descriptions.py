@@ -40,7 +40,9 @@ def directory(run_dir: Path, description: bytes, events: bytes) -> Path:
 def test_what_is_no_description_of_a_run_is_one_line(tmp_path: Path, description: bytes) -> None:
     run = directory(tmp_path / "run", description, EVENT)
     for read in READERS:
-        with pytest.raises(ConfigurationError, match=r"run: no run that can be read there \(run.json\): ") as error:
+        with pytest.raises(
+            ConfigurationError, match=r"run: no run that can be read there \(run.json\): .*; give the"
+        ) as error:
             read(run)
         assert "\n" not in str(error.value)
 
