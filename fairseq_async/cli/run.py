@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from fairseq_async.cli.paths import find
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.options.addresses import LOOPBACK
 
@@ -271,7 +270,10 @@ def print_user_dir() -> None:
 
 
 def _check_token(file: Path) -> None:
-    find(file, lambda why: f"--token-file {file}: cannot be read: {why}")
+    try:
+        file.open().close()
+    except OSError as error:
+        raise ConfigurationError(f"--token-file {file}: cannot be read: {error.strerror}") from error
 
 
 def _factors(text: str) -> list[float]:

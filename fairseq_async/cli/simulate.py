@@ -10,7 +10,7 @@ import typer
 
 from fairseq_async.cli.inspect import report
 from fairseq_async.cli.paths import find
-from fairseq_async.errors import GIVE_A_RUN, ConfigurationError, as_key, spell_options
+from fairseq_async.errors import GIVE_A_MODEL, GIVE_A_RUN, ConfigurationError, as_key, spell_options
 
 if TYPE_CHECKING:
     from fairseq_async.replay.replay import RecordedRun, Recording
@@ -114,7 +114,7 @@ def export(
     forms = ("hf", "safetensors", "fairseq", "state_dict")
     if form and form not in forms:
         raise ConfigurationError(f"--format {form}: one of {', '.join(forms)}")
-    find(source, lambda why: f"{source}: {why}")
+    find(source, lambda why: f"{source}: {why}; {GIVE_A_MODEL}")
     from fairseq_async.export import Format  # start-up time
     from fairseq_async.export import export as write
 

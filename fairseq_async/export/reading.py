@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import ConfigurationError, first_line
+from fairseq_async.errors import GIVE_A_MODEL, ConfigurationError, first_line
 from fairseq_async.protocol import Layout
 from fairseq_async.records.snapshots import DIRECTORY, snapshots_in
 from fairseq_async.records.state_files import load_checked
@@ -221,7 +221,7 @@ def load_tensors(path: Path) -> Tensors:
 
 def _load(path: Path) -> Any:
     if not is_zipfile(path):
-        raise ConfigurationError(f"{path}: not a file that torch.save has written")
+        raise ConfigurationError(f"{path}: not a file that torch.save has written; {GIVE_A_MODEL}")
     try:
         return load_checked(path, mmap=True)
     except Exception as error:  # as where the bytes are broken

@@ -65,7 +65,9 @@ def measure(run_dir: Path, compress: str = "") -> MeasuredCosts:
     if not (run_dir / EVENTS).is_file():
         raise ConfigurationError(f"{run_dir}: no run that can be read there: there is no {EVENTS}; {GIVE_A_RUN}")
     if description.has_barrier:
-        raise ConfigurationError(f"{run_dir}: a run with a barrier says nothing of what an exchange costs by itself")
+        raise ConfigurationError(
+            f"{run_dir}: a run with a barrier says nothing of what an exchange costs by itself; give one without"
+        )
     if description.exchanges_while_computing:
         raise ConfigurationError(
             f"{run_dir}: its workers compute while they exchange: give a run without overlap and fragments"

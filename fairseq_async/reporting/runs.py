@@ -217,7 +217,9 @@ def load(paths: Sequence[Path]) -> list[LoadedRun]:
         read = [run for directory, name in named.items() if (run := _read(directory, name)) is not None]
         runs += sorted(read, key=lambda run: run.number)
     if not runs:
-        raise ConfigurationError(f"{', '.join(map(str, paths))}: no update was settled there yet")
+        raise ConfigurationError(
+            f"{', '.join(map(str, paths))}: no update was settled there yet; wait for the first one"
+        )
     return runs
 
 

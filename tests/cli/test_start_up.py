@@ -55,6 +55,11 @@ JOB = ["--", "fairseq-train", "data", "--optimizer"]
             2,
             "none: cannot be read: No such file or directory",
         ),
+        (
+            ["join", "127.0.0.1:1", "--token-file", ".", *JOB, "local_sgd"],
+            2,
+            "error: --token-file .: cannot be read: Is",
+        ),
         (["simulate", "none.yaml"], 2, "none.yaml cannot be read: No such file or directory"),
         (["audit", "none"], 2, "none: there is no events.jsonl"),
         (
@@ -64,7 +69,8 @@ JOB = ["--", "fairseq-train", "data", "--optimizer"]
         ),
         (["report", "none"], 2, "none: no run and no simulation there (no run.json); give the --run-dir or --save-dir"),
         (["watch", "none"], 2, "none: no run there yet (run.json: No such file or directory); give the --run-dir or"),
-        (["replay", "none"], 2, "none: no run there"),
+        (["replay", "none"], 2, "none: no run there; give the --run-dir or --save-dir of a run"),
+        (["export", "none", "out"], 2, "none: No such file or directory; give the directory of a run"),
         (["user-dir"], 0, str(ROOT / "fairseq_async")),
     ],
 )

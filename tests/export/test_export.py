@@ -226,7 +226,7 @@ def code(folder: Path) -> Path:
 WRONG: dict[str, tuple[Callable[[Path], Path], list[str], str]] = {
     "nothing there": (lambda folder: folder / "none", [], "none: No such file"),
     "an empty directory": (lambda folder: folder, [], "there are no server's parameters in it"),
-    "no checkpoint": (broken, [], "file.pt: not a file that torch.save has written"),
+    "no checkpoint": (broken, [], "file.pt: not a file that torch.save has written; give the directory"),
     "a model that is none": (modelless, [], "neither fairseq's checkpoint nor a server's state"),
     "another file": (another, [], "neither fairseq's checkpoint nor a server's state"),
     "a checkpoint of something else": (without_a_model, [], "neither fairseq's checkpoint nor"),

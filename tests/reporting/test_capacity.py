@@ -215,7 +215,7 @@ def test_the_table_of_what_was_measured_has_each_workers_micro_batches_and_ranks
         (lambda run: (run / "events.jsonl").write_text('{"worker": 0}\n'), "line 1: not a line of fairseq-async: time"),
         (
             lambda run: (run / "run.json").write_text(json.dumps({"method": {"barrier": 2}, "layout": TIMED_LAYOUT})),
-            "a run with a barrier says nothing",
+            "a run with a barrier says nothing of what an exchange costs by itself; give one without",
         ),
         *(
             (
