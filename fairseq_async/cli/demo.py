@@ -12,7 +12,8 @@ import typer
 from fairseq_async.errors import AsyncError, ConfigurationError
 
 _RUNS = ("synchronous", "asynchronous")
-_WIDTH, _HEIGHT = 72, 14  # of the picture in the terminal, in characters
+_LARGEST, _LEAST = (72, 14), (35, 3)  # width and height of the picture in the terminal, in characters
+_ROUND_IT = (8, 4)  # what the terminal has besides
 _MEAN = 15  # updates over which a loss is averaged
 _Curve = list[tuple[float, float]]  # seconds since the first update, loss in nats
 app = typer.Typer()
@@ -37,11 +38,12 @@ def demo(
     except OSError as error:
         raise ConfigurationError(f"--out {out}: cannot be written: {error.strerror}") from error
     curves: dict[str, _Curve] = {}
-    with Live(console=plain_console(), auto_refresh=False) as live:
+    console = plain_console()
+    with Live(console=console, auto_refresh=False) as live:
         for name in _RUNS:
             for _ in _run(name, out / name, steps):
                 curves[name] = _read(out / name)
-                live.update(_picture(curves), refresh=True)
+                live.update(_picture(curves, *console.size), refresh=True)
     _draw(curves, out / "demo.png")
     seconds = {name: curve[-1][0] for name, curve in curves.items()}
     last = curves["synchronous"][-1][1]
@@ -90,22 +92,24 @@ def _reached(curve: _Curve, loss: float) -> str:
     return "none of it" if after is None else f"{after:.0f} s"
 
 
-def _picture(curves: dict[str, _Curve]) -> str:
-    """Returns the curves in characters: s is the synchronous run, a the other."""
+def _picture(curves: dict[str, _Curve], columns: int = 80, lines: int = 24) -> str:
+    """Returns the curves in characters, for a terminal of this size: s is the synchronous run, a the other."""
     points = [point for curve in curves.values() for point in curve]
     if not points:
         return "starting two workers, of which one is four times slower …"
     longest, highest = max(1.0, *(x for x, _ in points)), max(y for _, y in points)
     lowest = min(y for _, y in points)
-    rows = [[" "] * _WIDTH for _ in range(_HEIGHT)]
+    room = (size - other for size, other in zip((columns, lines), _ROUND_IT, strict=True))
+    width, height = (max(least, min(most, free)) for least, most, free in zip(_LEAST, _LARGEST, room, strict=True))
+    rows = [[" "] * width for _ in range(height)]
     for name, curve in curves.items():
         for x, y in curve:
-            row = round((highest - y) / max(highest - lowest, 1e-9) * (_HEIGHT - 1))
-            rows[row][round(x / longest * (_WIDTH - 1))] = name[0]
-    heights = [f"{highest:5.2f}", *["     "] * (_HEIGHT - 2), f"{lowest:5.2f}"]
-    lines = [f"{height} |{''.join(row)}" for height, row in zip(heights, rows, strict=True)]
-    below = f"0{'s synchronous, a asynchronous':^{_WIDTH - 7}}{longest:4.0f} s"
-    return "\n".join([*lines, f"loss  +{'-' * _WIDTH}", f"       {below}"])
+            row = round((highest - y) / max(highest - lowest, 1e-9) * (height - 1))
+            rows[row][round(x / longest * (width - 1))] = name[0]
+    heights = [f"{highest:5.2f}", *["     "] * (height - 2), f"{lowest:5.2f}"]
+    drawn = [f"{label} |{''.join(row)}" for label, row in zip(heights, rows, strict=True)]
+    below = f"0{'s synchronous, a asynchronous':^{width - 7}}{longest:4.0f} s"
+    return "\n".join([*drawn, f"loss  +{'-' * width}", f"       {below}"])
 
 
 def _draw(curves: dict[str, _Curve], path: Path) -> None:

@@ -82,3 +82,11 @@ def test_the_picture_has_each_point_at_its_time_and_loss() -> None:
 def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(AsyncError, match=r"--out: .*none/demo.png cannot be written: No such file"):
         _draw({"synchronous": [(0.0, 2.0), (1.0, 1.0)]}, tmp_path / "none" / "demo.png")
+
+
+def test_the_picture_fits_into_a_small_terminal() -> None:
+    curves = {"synchronous": [(0.0, 5.5), (43.0, 2.7)], "asynchronous": [(0.0, 5.5), (18.0, 2.6)]}
+    for columns, lines, height in ((200, 50, 16), (50, 10, 8)):
+        picture = _picture(curves, columns, lines).splitlines()
+        assert len(picture) == height <= lines and max(map(len, picture)) <= min(columns, 80)
+        assert picture[0].startswith(" 5.50 |a") and picture[-3].startswith(" 2.60 |") and "s" in picture[-3][-3:]
