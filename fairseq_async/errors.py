@@ -8,8 +8,7 @@ from typing import NoReturn
 
 USER_ERROR = 2  # exit code of a process that cannot run as it was asked to: starting it again would not help
 LOST_SERVER = 75  # exit code of a worker whose server is away, which is nobody's mistake: it may be started again
-GIVE_A_RUN = "give the --run-dir or --save-dir of a run"  # what to do where a directory is none of a run
-GIVE_A_MODEL = "give the directory of a run, or a checkpoint"
+GIVE_A_MODEL = "give the directory of a run, or a checkpoint"  # what to do where the parameters are not in a file
 
 
 class AsyncError(Exception):

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fairseq_async.cli.paths import find
-from fairseq_async.errors import GIVE_A_RUN
+from fairseq_async.reporting import GIVE_A_RUN
 
 _RUN = "Directory of a run: its --run-dir, by default --save-dir."
 app = typer.Typer()

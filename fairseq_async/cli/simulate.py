@@ -10,7 +10,8 @@ import typer
 
 from fairseq_async.cli.inspect import report
 from fairseq_async.cli.paths import find
-from fairseq_async.errors import GIVE_A_MODEL, GIVE_A_RUN, ConfigurationError, as_key, spell_options
+from fairseq_async.errors import GIVE_A_MODEL, ConfigurationError, as_key, spell_options
+from fairseq_async.reporting import GIVE_A_RUN
 
 if TYPE_CHECKING:
     from fairseq_async.replay.replay import RecordedRun, Recording

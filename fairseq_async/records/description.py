@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, JsonValue, PrivateAttr, ValidationError
 
-from fairseq_async.errors import GIVE_A_RUN, ConfigurationError
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.method.spec import JsonObject, MethodSpec
 from fairseq_async.options.validation import first_mistake
 from fairseq_async.protocol.layout import Layout
@@ -123,4 +123,6 @@ class RunDescription(BaseModel):
 
 def _unreadable(run_dir: Path, error: Exception) -> ConfigurationError:
     why = first_mistake(error) if isinstance(error, ValidationError) else getattr(error, "strerror", None) or error
-    return ConfigurationError(f"{run_dir}: no run that can be read there (run.json): {why}; {GIVE_A_RUN}")
+    return ConfigurationError(
+        f"{run_dir}: no run that can be read there (run.json): {why}; give the directory of a run"
+    )

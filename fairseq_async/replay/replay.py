@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fairseq_async.algorithms import Region, Rule, Update, in_turn
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import GIVE_A_RUN, AsyncError, ConfigurationError
+from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Layout, Push, Receipt, Report, ScheduleEvent
 from fairseq_async.protocol.receipt import SETTLED, Status
@@ -22,6 +22,7 @@ from fairseq_async.records.description import RunDescription
 from fairseq_async.records.event_log import EVENTS
 from fairseq_async.records.events import Event, LineReader, Settled
 from fairseq_async.records.recording import START, checksum, load_recorded, merge_path, read_vector
+from fairseq_async.reporting import GIVE_A_RUN
 from fairseq_async.server import Parameters
 from fairseq_async.server import compressed_starts as starts
 from fairseq_async.server.compressed_changes import CompressedChanges

@@ -10,11 +10,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fairseq_async.errors import GIVE_A_RUN, AsyncError, ConfigurationError
+from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.protocol.receipt import SETTLED, Status
 from fairseq_async.records.description import RunDescription
 from fairseq_async.records.event_log import BAD, EVENTS, ROLLBACKS, ROLLED_BACK
 from fairseq_async.records.events import Event, LineReader, Rollback
+from fairseq_async.reporting import GIVE_A_RUN
 
 _Line = TypeVar("_Line")
 _UNSEEN = -1  # stands for a worker of which the logs have no line yet

@@ -10,10 +10,11 @@ from statistics import fmean, median, pstdev
 from rich import box
 from rich.table import Table
 
-from fairseq_async.errors import GIVE_A_RUN, ConfigurationError
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.records.description import RunDescription
 from fairseq_async.records.event_log import EVENTS
 from fairseq_async.records.events import Event, read_events
+from fairseq_async.reporting import GIVE_A_RUN
 from fairseq_async.reporting.capacity_question import Question
 from fairseq_async.reporting.exchange_bytes import ExchangeBytes, of_codecs, of_run
 from fairseq_async.simulation.costs import Costs, NetworkLink

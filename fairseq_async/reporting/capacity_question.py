@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from fairseq_async.errors import GIVE_A_RUN, ConfigurationError
+from fairseq_async.errors import ConfigurationError
+from fairseq_async.reporting import GIVE_A_RUN
 from fairseq_async.simulation.costs import NetworkLink
 
 

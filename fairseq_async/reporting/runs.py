@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from fairseq_async.errors import GIVE_A_RUN, ConfigurationError
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.progress.compressed import Compressed, read_sizes
 from fairseq_async.launch.progress.earlier_launches import Pauses
 from fairseq_async.protocol.receipt import Status
@@ -19,6 +19,7 @@ from fairseq_async.records.description import RunDescription, SimulatedTrial
 from fairseq_async.records.event_log import EVENTS
 from fairseq_async.records.events import Event, LineReader, read_events
 from fairseq_async.records.validations import VALIDATIONS, Validation, not_taken_back, parse_validation
+from fairseq_async.reporting import GIVE_A_RUN
 
 COMPUTING, WAITING, AWAY = "computing", "waiting", "not training"
 Axis = Literal["updates", "tokens", "time"]
