@@ -139,3 +139,19 @@ def test_the_server_divides_the_micro_batches_of_a_step_by_default_where_it_can(
     monkeypatch.setattr(module, "check_counting", checked.append)
     assert callback._shares() == ({"shares": "auto", "micro_batches": number} if shares else {})
     assert checked == [callback._trainer] * shares
+
+
+def test_what_cannot_be_divided_is_one_line(
+    module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the Trainer is made, and where it begins to train with a single micro-batch a step."""
+    with pytest.raises(SystemExit, match="2"):
+        callback_of(module, monkeypatch, micro_batches=4)
+    assert "error: AsyncCallback: micro_batches is what the Trainer has as gradient_acc" in capsys.readouterr().err
+    callback = callback_of(module, monkeypatch, shares="auto")
+    args = SimpleNamespace(auto_find_batch_size=False, gradient_accumulation_steps=1)
+    callback._trainer, callback._flow = SimpleNamespace(args=args), object()
+    with pytest.raises(SystemExit, match="2"):
+        callback.on_train_begin(args, SimpleNamespace(max_steps=9), None, model=0, optimizer=0, lr_scheduler=0)
+    said = "error: AsyncCallback: shares is auto: give TrainingArguments gradient_accumulation_steps of at least 2"
+    assert said in capsys.readouterr().err

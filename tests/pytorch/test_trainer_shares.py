@@ -1,7 +1,6 @@
 """Shares by speed in the Trainer, without and with DeepSpeed: a step is that of a synchronous run with the same
 micro-batches."""
 
-import json
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -108,18 +107,3 @@ def test_a_script_that_counts_micro_batches_itself_has_equal_shares(out: Path, n
     assert [len(step) // BATCH for step in first["samples"][:2]] == [4, 4]
     said = (out / f"{name}, auto.log").read_text()
     assert "Counting.compute_loss reads args.gradient_accumulation_steps" in said and "Traceback" not in said
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"shares": "auto"}, "shares is auto: give TrainingArguments gradient_accumulation_steps of at least 2"),
-        ({"micro_batches": 4}, "micro_batches is what the Trainer has as gradient_accumulation_steps"),
-    ],
-)
-def test_what_cannot_be_divided_is_one_line(
-    tmp_path: Path, processes: Processes, options: dict[str, Any], says: str
-) -> None:
-    job = [command("python"), HELPERS / "hf_callback_job.py", tmp_path]
-    code, output = processes.run([*job, json.dumps({"method": "hybrid_async", **options})], PYTHONPATH=PATH)
-    assert code == 2 and says in output and "Traceback" not in output
