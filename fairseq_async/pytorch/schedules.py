@@ -35,7 +35,9 @@ def one_for_each(optimizers: Sequence[Optimizer], given: Given) -> list[LRSchedu
         )
     for each in schedulers:
         if not (each is None or isinstance(each, LRScheduler)):
-            raise ConfigurationError(f"scheduler is {each!r}: it must be one of torch.optim.lr_scheduler")
+            wraps = ", which wraps another: give that one, scheduler.scheduler" if hasattr(each, "scheduler") else ""
+            needed = wraps or ": it must be one of torch.optim.lr_scheduler"
+            raise ConfigurationError(f"scheduler is a {type(each).__name__}{needed}")
     return schedulers
 
 

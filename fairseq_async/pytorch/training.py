@@ -29,6 +29,7 @@ from fairseq_async.pytorch.parameters import (
     exchanged_parameters,
     note_untrained,
     one_model,
+    refuse_within_ranks,
     unwrapped,
 )
 from fairseq_async.pytorch.steps import allow_steps, refuse_early, refuse_step, watch_steps
@@ -164,6 +165,8 @@ class AsyncTraining(ABC):
             raise
         self._handles = [*self._add_hooks(), *watch_steps(self.optimizers, self._named, self.workers, self.of_trainer)]
         self._handles += note_calls(self._model, self.async_worker.batches)
+        if self._context.island_size == 1 and entered_world() is None:
+            self._handles += refuse_within_ranks(self._model)
         self.loop.begin_step()
         atexit.register(self._end_with_process, os.getpid())
         return self

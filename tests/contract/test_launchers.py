@@ -1,8 +1,9 @@
 """Launchers: what one starts joins, is started again when it is killed, ends with the others, and can be exported.
 
 Where a launcher and a front end are not here, another test has them together: ``fairseq-async launch`` with fairseq
-(``launch/test_launcher.py``) and DeepSpeed (``launch/test_scripts.py``),
-``deepspeed`` (``deepspeed_plugin/test_ends.py``), ``accelerate launch`` (``deepspeed_plugin/test_hf_trainer.py``),
+(``launch/test_launcher.py``) and DeepSpeed (``launch/test_scripts.py``), and gone on with
+(``pytorch/test_processes.py``); ``deepspeed`` (``deepspeed_plugin/test_ends.py``; it starts nothing again), and
+gone on with, as ``accelerate launch`` with DeepSpeed (``deepspeed_plugin/test_hf_trainer.py``);
 several ranks in a worker (``pytorch/test_islands.py``, ``fairseq_plugin/test_islands.py``,
 ``deepspeed_plugin/test_asynchronous.py``).
 """
@@ -18,42 +19,64 @@ from torch import Tensor
 
 from fairseq_async.export import export
 from tests.helpers.commands import DEEPSPEED, FRONT_ENDS, HELPERS, Processes, command
-from tests.helpers.contract.net import CASES, Net, Run
+from tests.helpers.contract.net import CASES, HALF, Net, Run
 from tests.helpers.run_files import events
 
 LAUNCH = ["fairseq-async", "launch", "--workers", 2, "--", sys.executable]
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", 2, "--max-restarts", 1]  # which starts all workers again
+# With "--cpu" it would start one process.
+ACCELERATE = ["accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--max_restarts", 1]
 AGAIN = "one that is started again"
 
 
 @pytest.mark.parametrize(
-    ("front_end", "launcher", "case"),
+    ("front_end", "launcher"),
     [
-        ("torch_loop", LAUNCH, AGAIN),
-        ("hf_trainer", LAUNCH, AGAIN),
-        ("deepspeed_engine", TORCHRUN, AGAIN),
-        ("fairseq_train", TORCHRUN, AGAIN),
-        ("torch_loop", ["python"], "saved"),
+        ("torch_loop", LAUNCH),
+        ("hf_trainer", LAUNCH),
+        ("deepspeed_engine", TORCHRUN),
+        ("fairseq_train", TORCHRUN),
+        ("accelerate_loop", ACCELERATE),
     ],
-    ids=["PyTorch", "Trainer", "DeepSpeed under torchrun", "fairseq under torchrun", "PyTorch, one process"],
+    ids=["PyTorch", "Trainer", "DeepSpeed under torchrun", "fairseq under torchrun", "accelerate"],
 )
 def test_what_is_launched_joins_is_started_again_and_ends_with_the_same_model(
-    processes: Processes, tmp_path: Path, front_end: str, launcher: list[object], case: str
+    processes: Processes, tmp_path: Path, front_end: str, launcher: list[object]
 ) -> None:
-    run = Run(CASES[case], "local_sgd", tmp_path / "run")
+    run = Run(CASES[AGAIN], "local_sgd", tmp_path / "run")
+    check_launched(processes, run, front_end, launcher, AGAIN)
+    assert run.mark(f"died-{run.case.workers - 1}").exists()
+
+
+def test_a_checkpoint_of_one_process_is_gone_on_with_by_two_under_torchrun(
+    processes: Processes, tmp_path: Path
+) -> None:
+    one = Run(CASES["saved"], "local_sgd", tmp_path / "saved.local_sgd")
+    two = Run(CASES["gone on with by two"], "local_sgd", tmp_path / "run")
+    whole = check_launched(processes, one, "torch_loop", ["python"], "saved")
+    rest = check_launched(processes, two, "torch_loop", TORCHRUN, "gone on with by two")
+    assert torch.equal(rest[0], whole[HALF])
+
+
+def check_launched(processes: Processes, run: Run, front_end: str, launcher: list[object], case: str) -> Tensor:
+    """Launches the workers, and checks that all end with the model that is exported; returns what worker 0's batches
+    found."""
     name, *flags = launcher
     job = [HELPERS / "contract" / "launched.py", front_end, case, run.method, run.path]
     code, output = processes.run([command(str(name)), *flags, *job], 300, **FRONT_ENDS.get(front_end, DEEPSPEED))
     logs = [Path(f"{run.path}-{worker}.log").read_text() for worker in range(run.case.workers)]
     assert code == 0, output + "".join(logs)
-    assert run.mark(f"died-{run.case.workers - 1}").exists() == (case == AGAIN)
     assert {event["worker"] for event in events(run.path)} == set(range(run.case.workers))
-    ended = [plain(torch.load(f"{run.path}-{worker}.pt", weights_only=True)["model"]) for worker in range(len(logs))]
-    export(run.path, tmp_path / "exported.safetensors")
-    exported, start = plain(load_file(tmp_path / "exported.safetensors")), plain(Net(run).state_dict())
+    saved = [torch.load(f"{run.path}-{worker}.pt", weights_only=True) for worker in range(run.case.workers)]
+    exported_to = run.path.with_suffix(".safetensors")
+    export(run.path, exported_to)
+    exported, start = plain(load_file(exported_to)), plain(Net(run).state_dict())
+    ended = [plain(each["model"]) for each in saved]
     for parameters in ended:
         assert all(torch.equal(exported[key], parameters[key]) for key in start)
     assert not all(torch.equal(ended[0][key], start[key]) for key in start)
+    found: Tensor = saved[0]["trace"]
+    return found
 
 
 def plain(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

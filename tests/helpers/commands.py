@@ -19,7 +19,10 @@ FP16_USER_DIR = HELPERS / "fp16_on_cpu"
 FAIRSEQ = {"PYTHONPATH": f"{HELPERS / 'for_translation_alone'}:{ROOT}"}
 DEEPSPEED = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{HELPERS / 'without_fairseq'}:{ROOT}"}
 # The variables of the front ends that do not need DEEPSPEED's.
-FRONT_ENDS: dict[str, dict[str, str]] = {"fairseq_train": {}, "torch_loop": {"PYTHONPATH": str(ROOT)}}
+FRONT_ENDS: dict[str, dict[str, str]] = {
+    "fairseq_train": {},
+    **dict.fromkeys(("torch_loop", "accelerate_loop"), {"PYTHONPATH": str(ROOT)}),
+}
 DEEPSPEED_JOB = HELPERS / "deepspeed_job.py"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 MODEL = (

@@ -107,7 +107,7 @@ def test_what_is_not_divided_by_rows_among_the_ranks_of_a_worker_is_one_line(
     whole, without_root, stepped = fully_shard(net()), net(), fully_shard(net())
     fully_shard(without_root[0])  # type: ignore[index]
     made: list[tuple[nn.Module, int, str]] = [
-        (whole, 1, "the model is in fully_shard, whose ranks wait for each other: unwrap it; or make several"),
+        (whole, 1, "the model is in fully_shard, whose ranks wait for each other: unwrap it, and call"),
         (whole, 2, "0.weight is a DTensor that is not divided by its rows among the 2 ranks of this worker"),
         (without_root, 1, "2.weight is in no module of fully_shard, and no rank would have the mean of its gradients"),
     ]

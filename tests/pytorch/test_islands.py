@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync, enter_island, parameters
+from fairseq_async.server.programs import gradient_main
 from fairseq_async.worker.start import world
 from fairseq_async.worker.start.context import WorkerContext
 from tests.helpers.commands import HELPERS, Processes, command
 from tests.helpers.plain_loop import STEPS, backward, flat, net
 from tests.helpers.run_files import events
+from tests.helpers.thread_workers import ThreadWorkers
 
 
 def synchronous(ranks: list[int]) -> Tensor:
@@ -104,10 +107,12 @@ def test_a_world_of_all_ranks_is_refused_and_so_is_a_model_that_waits_for_them(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = DistributedDataParallel(net())
+    parts = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
     made: list[tuple[Callable[[], Any], str]] = [
         (lambda: enter_island(2), "call enter_island before init_process_group"),
         (lambda: enter_island(0), "enter_island(0): give the number of a worker's ranks"),
-        (lambda: HybridAsync(model, torch.optim.SGD(model.parameters())), "ranks wait for each other: unwrap it; or"),
+        (lambda: HybridAsync(model, torch.optim.SGD(model.parameters())), "ranks wait for each other: unwrap it, and"),
+        (lambda: AsyncLocalSGD(parts, torch.optim.SGD(parts.parameters())), "the model is in FullyShardedDataParallel"),
     ]
     for make, message in made:
         with pytest.raises(SystemExit) as ended:
@@ -124,3 +129,23 @@ def test_a_world_of_all_ranks_is_refused_and_so_is_a_model_that_waits_for_them(
         with pytest.raises(SystemExit) as ended:
             method(given, torch.optim.SGD(given.parameters()), **options)
         assert ended.value.code == 2 and message in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_that_is_unwrapped_for_the_block_alone_is_one_line(
+    workers: Callable[..., ThreadWorkers], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks would wait for each other, and each send the server the mean of all."""
+    monkeypatch.setattr(parameters, "get_world_size", lambda: 2)
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(worker: int) -> None:
+        with pytest.raises(SystemExit) as ended, HybridAsync(model.module, optimizer):
+            backward(model.module, 0)
+            optimizer.step()
+            backward(model, 1)
+        assert ended.value.code == 2
+
+    workers(1, gradient_main.build).run(train)
+    assert "unwrap it, and call the unwrapped model" in capfd.readouterr().err
