@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import has_length
@@ -14,7 +15,7 @@ from transformers.trainer_utils import has_length
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.pytorch.accumulation import Accumulation
-from fairseq_async.server.optimizers.learning_rates import rates_by_step, steps_taken
+from fairseq_async.server.optimizers.learning_rates import begin_anew, rates_by_step, steps_taken
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.start.process import errors_in_one_line
@@ -181,6 +182,25 @@ class FollowRun(DefaultFlowCallback):
         if self._own_steps and (steps or self._trainer.control.should_training_stop):
             self._trainer._tr_loss *= steps / self._own_steps
             self._own_steps = 0
+
+
+@errors_in_one_line()
+def take_back(scheduler: Any) -> None:
+    """Takes a scheduler, which a ``Trainer`` has loaded from a checkpoint of an asynchronous run, back to the run's
+    beginning: its rates are then those of the run's progress. A ``LambdaLR`` needs no such thing.
+
+    Raises:
+        ConfigurationError: it had taken steps before the run began, and its first rates are not known.
+    """
+    if type(scheduler) is LambdaLR:
+        return
+    if before := getattr(scheduler, "begins_at", 0):
+        raise ConfigurationError(
+            f"the {type(scheduler).__name__} of the checkpoint had taken {before} steps before the run began, so that "
+            "its rates cannot be found again: give the Trainer a LambdaLR, or begin anew without resuming"
+        )
+    scheduler.last_epoch = 0
+    begin_anew(scheduler)
 
 
 class RunSchedule:

@@ -20,7 +20,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions, divides_by_default
 from fairseq_async.pytorch.accumulation import check_counting, follows_shares
 from fairseq_async.pytorch.divided import Division, Place
-from fairseq_async.pytorch.follow_run import FollowRun, Plan, RunSchedule, wrap
+from fairseq_async.pytorch.follow_run import FollowRun, Plan, RunSchedule, take_back, wrap
 from fairseq_async.pytorch.hybrid import HybridAsync
 from fairseq_async.pytorch.local_sgd import AsyncLocalSGD
 from fairseq_async.pytorch.options import parse_options
@@ -129,6 +129,8 @@ class AsyncCallback(TrainerCallback):
         assert self._trainer is not None and self._flow is not None, "the Trainer has not planned its steps"
         optimizer: Optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # of accelerate's wrapper
         scheduler: LRScheduler = getattr(kwargs["lr_scheduler"], "scheduler", kwargs["lr_scheduler"])
+        if state.global_step:
+            take_back(scheduler)
         self._training = self._make(kwargs["model"], optimizer, scheduler, state.max_steps)
         self._training.of_trainer = True
         self._training.by_script = self._divides or _divisions[0].by_script

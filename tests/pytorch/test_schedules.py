@@ -337,6 +337,51 @@ def test_a_trainers_schedule_says_where_it_is_also_where_its_run_began_amid_it(f
     assert following.RunSchedule(loaded, loaded.optimizer, worker, 9, resumed=True).state_dict()["last_epoch"] == 5
 
 
+OTHERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    **SCHEDULERS,
+    "sequential": lambda of: SequentialLR(of, [ConstantLR(of, 0.1, 2), CosineAnnealingLR(of, STEPS)], [2]),
+    "chained": lambda of: ChainedScheduler([ConstantLR(of, 0.1, 2), CosineAnnealingLR(of, STEPS)]),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_trainer_goes_on_with_a_scheduler_of_the_script(following: Any, case: str) -> None:
+    """Its checkpoint has the scheduler at the run's position, and the optimizer's rate there."""
+
+    def made() -> tuple[LRScheduler, Optimizer]:
+        optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        return OTHERS[case](optimizer), optimizer
+
+    worker: Any = SimpleNamespace(run_progress=0.0)
+
+    def rates(schedule: Any, begin: int) -> list[list[float]]:
+        found = []
+        for worker.run_progress in range(begin, STEPS):  # noqa: B020 - the schedule asks for it
+            schedule.step()
+            found.append(schedule.get_last_lr())
+        return found
+
+    began = following.RunSchedule(*made(), worker, STEPS, resumed=False)
+    whole = rates(began, 0)
+    worker.run_progress = 6.0
+    began.step()
+    scheduler, optimizer = made()
+    scheduler.load_state_dict(began.state_dict())
+    optimizer.param_groups[0]["lr"] = whole[6][0]
+    following.take_back(scheduler)
+    assert rates(following.RunSchedule(scheduler, optimizer, worker, STEPS, resumed=True), 6) == whole[6:]
+
+
+def test_a_trainers_schedule_of_before_its_run_cannot_be_taken_back(
+    following: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scheduler = CosineAnnealingLR(SGD([nn.Parameter(torch.zeros(1))], lr=0.1), STEPS)
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 7, "begins_at": 2})
+    with pytest.raises(SystemExit, match="2"):
+        following.take_back(scheduler)
+    assert "CosineAnnealingLR of the checkpoint had taken 2 steps before the run" in capfd.readouterr().err
+
+
 def test_a_trainer_does_what_is_due_where_the_run_has_passed_a_multiple(following: Any) -> None:
     """Others take steps between two of its own."""
     worker: Any = SimpleNamespace(finished=False)
