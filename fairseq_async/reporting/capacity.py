@@ -75,7 +75,9 @@ def measure(run_dir: Path, compress: str = "") -> MeasuredCosts:
         )
     events = read_events(run_dir / EVENTS)
     if description.simulated is not None or any(event.server_seconds is None for event in events):
-        raise ConfigurationError(f"{run_dir}: no measured times of the server in events.jsonl")
+        raise ConfigurationError(
+            f"{run_dir}: no measured times of the server in events.jsonl; give a run of real processes"
+        )
     stepping = _stepping(events, description.closes_early)
     own = [list(of) for _, of in groupby(sorted(events, key=lambda e: e.worker), lambda e: e.worker)]
     of_workers = [_cycles(each, stepping) for each in own]

@@ -211,7 +211,10 @@ def test_the_table_of_what_was_measured_has_each_workers_micro_batches_and_ranks
     [
         (lambda run: (run / "run.json").unlink(), "no run that can be read there"),
         (lambda run: (run / "events.jsonl").write_text(""), "too few to measure costs by"),
-        (lambda run: (run / "events.jsonl").write_text(WITHOUT_TIMES), "no measured times of the server"),
+        (
+            lambda run: (run / "events.jsonl").write_text(WITHOUT_TIMES),
+            "no measured times of the server in events.jsonl; give a run of",
+        ),
         (lambda run: (run / "events.jsonl").write_text('{"worker": 0}\n'), "line 1: not a line of fairseq-async: time"),
         (
             lambda run: (run / "run.json").write_text(json.dumps({"method": {"barrier": 2}, "layout": TIMED_LAYOUT})),
