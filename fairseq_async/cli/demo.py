@@ -60,7 +60,7 @@ def _run(name: str, run_dir: Path, steps: int) -> Iterator[None]:
     """Trains with two workers; yields twice a second meanwhile, and at the end.
 
     Raises:
-        AsyncError: it failed; names the log.
+        AsyncError: it failed, or could write nothing; says why.
     """
     training = [sys.executable, "-m", "fairseq_async.cli.demo_training", str(run_dir), str(steps), name]
     launch = [sys.executable, "-m", "fairseq_async", "launch", "--workers", "2", "--slowdown", "1,4", "--"]
@@ -73,7 +73,11 @@ def _run(name: str, run_dir: Path, steps: int) -> Iterator[None]:
         finally:
             process.terminate()  # where the demo is interrupted: the launcher ends its workers
     if process.returncode:
-        raise AsyncError(f"the {name} run has failed with exit code {process.returncode}; {log} says why")
+        from fairseq_async.launch.error_lines import last_words  # start-up time
+
+        raise AsyncError(f"the {name} run has failed: {last_words(log)}; its log is {log}")
+    if not _read(run_dir):
+        raise AsyncError(f"the {name} run has left no losses in {run_dir}: make room there, or give another --out")
     yield
 
 

@@ -35,6 +35,25 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("executed")
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo 'fairseq-async: error: worker 0 ended' >&2; exit 2", "the synchronous run has failed: worker 0 ended; "),
+        ("exit 0", "the synchronous run has left no losses in .*run: make room there, or give another --out"),
+    ],
+)
+def test_a_run_that_fails_or_cannot_write_is_one_line_that_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
+) -> None:
+    launcher = tmp_path / "python"
+    launcher.write_text(f"#!/bin/bash\n{script}\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(launcher))
+    with pytest.raises(AsyncError, match=said):
+        list(_run("synchronous", tmp_path / "run", steps=6))
+
+
+@pytest.mark.usefixtures("executed")
 def test_an_interrupted_demo_ends_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = tmp_path / "python"
     launcher.write_text(
