@@ -128,6 +128,16 @@ class MasterReplica:
                     return name
         return None
 
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """Sets each parameter, where this rank has a part of its master, to that, rounded."""
+        for (_, parameter), given in zip(self._named, self._given, strict=True):
+            if given is not None:
+                start, master = given
+                flat = parameter.detach().reshape(-1)
+                flat[start : start + master.numel()] = master.to(flat)
+                parameter.copy_(flat.view(parameter.shape))
+
     def part(self, tensors: slice) -> "MasterReplica":
         return MasterReplica(self._named[tensors], self._given[tensors], self._is_writer)
 

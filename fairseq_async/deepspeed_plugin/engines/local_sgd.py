@@ -46,6 +46,7 @@ class LocalEngine(AsyncEngine):
             ConfigurationError: the learning-rate schedule cannot follow the run, or the optimizer cannot step what
                 DeepSpeed gives it.
         """
+        tensors.round_masters(tensors.replica_of(self, context.rank))
         super().set_up(async_worker, spec, context, run_dir)
         self._lacks_gradient = False
         tensors.check_matrices(self)

@@ -161,6 +161,16 @@ def check_masters(replica: Replica) -> None:
         )
 
 
+def round_masters(replica: Replica) -> None:
+    """Rounds the model's parameters from their fp32 masters, as DeepSpeed has made them.
+
+    In half precision without ZeRO it takes a step of zeros when it makes an engine, in which a weight decay changes the
+    masters alone.
+    """
+    if isinstance(replica, MasterReplica):
+        replica.round_masters()
+
+
 def replica_of(engine: DeepSpeedEngine, rank: int) -> Replica:
     """Returns the engine's trainable parameters: themselves in fp32 without ZeRO, else this rank's fp32 masters.
 

@@ -23,6 +23,7 @@ def make(net: Net, run: Run, parameters: Iterable[Parameter] | None = None) -> A
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": BATCH}
     config["gradient_accumulation_steps"] = run.case.micro_batches
     config["zero_optimization"] = {"stage": run.case.stage}
+    config |= {run.case.half: {"enabled": True}} if run.case.half else {}
     given: dict[str, Any] = {"model": net, "model_parameters": parameters or net.parameters(), "config": config}
     if run.case.has_schedule:
         given["lr_scheduler"] = lambda optimizer: LambdaLR(optimizer, factor)

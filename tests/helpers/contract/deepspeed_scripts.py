@@ -304,6 +304,11 @@ CASES = {
     "loaded after initialize": refused(
         load_after_initialize, "", "was changed after initialize, and its fp32 master was not", stage=1
     ),
+    "masters that DeepSpeed has decayed": Script(
+        compared=False,
+        half="fp16",
+        does=lambda engine, run: engine.join_run(),  # in the step of zeros that it takes without ZeRO
+    ),
     "loaded, and masters refreshed": refused(partial(load_after_initialize, refreshes=True), "", stage=1),
     "a state in ZeRO 1": refused(load_state, STATE, "", stage=1),
     "a state in ZeRO 3": refused(load_state, STATE, "", stage=3),

@@ -56,6 +56,7 @@ class Case:
     joins: bool = False
     micro_batches: int = 1  # of a step, in DeepSpeed
     stage: int = 0  # of ZeRO
+    half: str = ""  # DeepSpeed's key of half precision
     by_number: bool = False
     kills_server: bool = False
     methods: tuple[str, ...] = METHODS
