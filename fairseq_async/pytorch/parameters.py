@@ -166,8 +166,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Checks that these are torch's optimizers, and step without a closure.
+def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:
+    """Checks that these are torch's optimizers, step without a closure, and for this worker alone.
+
+    Args:
+        ranks: of this worker.
 
     Raises:
         ConfigurationError: one is something else, as LBFGS is, or there is none.
@@ -182,6 +185,11 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
         if not hasattr(each, "_optimizer_step_pre_hooks"):  # accelerate's wrapper says that it is an Optimizer
             raise ConfigurationError(
                 f"optimizer is a {type(each).__name__}, which wraps another: give that one, optimizer.optimizer"
+            )
+        if type(each).__name__ == "ZeroRedundancyOptimizer" and ranks == 1:  # each rank steps its part for all others
+            raise ConfigurationError(
+                "optimizer is a ZeroRedundancyOptimizer, which divides each step among the ranks of torch.distributed, "
+                "so that one worker's gradients would be another's: give the optimizer that it wraps, of all parameters"
             )
         closure = inspect.signature(type(each).step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:

@@ -81,7 +81,7 @@ class AsyncTraining(ABC):
         given = one_model(listed(model))
         check_ranks(given, self._context.island_size, entered_world() is not None)
         self._model = unwrapped(given)
-        check_optimizers(self.optimizers)
+        check_optimizers(self.optimizers, self._context.island_size)
         self._server_options, self._run_dir = server, Path(server.run_dir)
         self._named = exchanged_parameters(self._model, self.optimizers, self.types, self._context.island_size)
         self._exchanged = {id(parameter) for _, parameter in self._named}

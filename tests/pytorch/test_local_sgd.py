@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import LBFGS, SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.testing._internal.two_tensor import TwoTensor
@@ -311,6 +312,20 @@ def test_what_is_no_model_or_no_optimizer_is_one_line(capsys: pytest.CaptureFixt
             AsyncLocalSGD(*cast(Any, given))
         (line,) = capsys.readouterr().err.splitlines()
         assert said in line
+
+
+def test_an_optimizer_that_steps_for_other_ranks_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each worker would train its own part of the parameters, by its own batches alone."""
+    model = Point()
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=LR)
+        with pytest.raises(SystemExit, match="2"):
+            AsyncLocalSGD(model, optimizer)
+    finally:
+        distributed.destroy_process_group()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "optimizer is a ZeroRedundancyOptimizer, which divides each step" in line
 
 
 @pytest.mark.parametrize("late", ["of the model", "of no model"])
