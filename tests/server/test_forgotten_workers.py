@@ -211,7 +211,7 @@ def take(rule: Rule, parameters: Tensor, worker: int, number: int, delta: Tensor
     its = rule.fragments[number % 2].of(delta) if isinstance(rule, FragmentedRule) else delta
     if isinstance(rule, WorkerBuffers):
         rule.store_buffers(parameters, Update(worker, number, 0, 1.0, delta))
-    part[0].apply(part[1], Update(worker, number, 0, 1.0 + worker, its, 2.0))
+    part[0].apply(part[1], Update(worker, number, 0, 1.0 + worker, its, 2.0, micro_batches=2 + worker))
 
 
 def pushed(seen: Collection[int], in_fragments: bool) -> ParameterServer:

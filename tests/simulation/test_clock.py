@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fairseq_async.simulation.cluster import Absence, Distribution, Presence, Speed, Trace
+from fairseq_async.simulation.records import first_time
 from tests.helpers.simulations import DN, METHODS, run
 
 
@@ -110,3 +112,9 @@ def test_the_time_of_several_steps_together_varies_by_the_root_of_their_number(
     assert Distribution.model_validate(given).of_sum(9) == Distribution(
         distribution="lognormal", mean=18.0, spread=spread / 3
     )
+
+
+@pytest.mark.parametrize(("loss", "time"), [(3.0, 1.0), (2.0, 3.0), (1.5, 4.0), (0.5, None)])
+def test_a_loss_is_reached_at_the_first_evaluation_with_at_most_that(loss: float, time: float | None) -> None:
+    losses: Any = {1.0: 2.5, 2.0: None, 3.0: 2.0, 4.0: 1.0, 5.0: 1.0}  # NaN is None
+    assert first_time([{"time": time, "loss": loss} for time, loss in losses.items()], loss) == time
