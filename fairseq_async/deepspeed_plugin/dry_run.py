@@ -54,8 +54,8 @@ def _fault(params: Mapping[str, Any], make: Callable[[Mapping[str, Any]], object
     if error is None:
         return ""
     said = " ".join(str(error).split())
-    if "unexpected keyword argument" in said:
-        return f"there is no {said.rpartition(' ')[2]}"
+    if (parts := said.partition("unexpected keyword argument "))[1]:
+        return f"there is no {parts[2].split()[0].rstrip('.')}"  # from Python 3.13 on, "Did you mean …?" follows
     for key, value in params.items():
         if _error({name: each for name, each in params.items() if name != key}, make) is None:
             if not isinstance(error, ValueError):  # torch has computed with whatever it was given

@@ -12,7 +12,7 @@ import deepspeed
 import pytest
 
 from fairseq_async import deepspeed_plugin
-from fairseq_async.deepspeed_plugin import checks
+from fairseq_async.deepspeed_plugin import checks, dry_run
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.options.config import HybridOptions
@@ -122,6 +122,13 @@ def test_the_page_names_the_largest_table_of_rates() -> None:
 )
 def test_a_mistake_is_one_line_that_names_its_key(changes: dict[str, Any], expected: str) -> None:
     assert expected in message(complete(**changes))
+
+
+def test_an_argument_that_is_not_there_is_named_in_each_version_of_python() -> None:
+    def optimizer(*_: object, **given: object) -> Any:
+        raise TypeError("AdamW.__init__() got an unexpected keyword argument 'lrr'. Did you mean 'lr'?")
+
+    assert dry_run.fault_of_optimizer(optimizer, {"lrr": 0.1}) == "there is no 'lrr'"
 
 
 @pytest.mark.parametrize(
