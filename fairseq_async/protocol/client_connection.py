@@ -76,10 +76,18 @@ class Connection(Channel):
     """
 
     def __init__(self, endpoint: Endpoint, worker: int | None) -> None:
-        address, token = endpoint.address, endpoint.token
         patience = _GREETING_SECONDS if endpoint.patience is None else endpoint.patience
-        super().__init__(_open(address, endpoint.encryption, patience))
+        super().__init__(_open(endpoint.address, endpoint.encryption, patience))
         _open_here.add(self)  # now that it has a connection: another thread may fork at any time
+        try:
+            self._introduce(endpoint, worker, patience)
+        except BaseException:
+            self.close()
+            raise
+
+    def _introduce(self, endpoint: Endpoint, worker: int | None, patience: float) -> None:
+        """Proves to the server that this side knows the token, and hears its proof."""
+        address, token = endpoint.address, endpoint.token
         theirs = self._greeting(address, patience).challenge
         self.connection.settimeout(max(CONNECT_SECONDS, patience))  # the server may be in a long step now
         ours = challenge()

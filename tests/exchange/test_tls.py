@@ -6,7 +6,7 @@ import ssl
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -68,12 +68,12 @@ def refused(server: ThreadServer) -> int:
 
 
 def test_updates_and_parameters_arrive_as_they_do_in_plain_text(server: ThreadServer, ours: Path) -> None:
-    first, second = (join(server, worker, tls=ours) for worker in (0, 1))
-    assert push(first, 0, 0.5).version == 1
-    assert push(second, 0, 0.25).staleness == 1
-    assert pull(first) == pull(second) == (2, 0.25)
-    connection = first.connection.channel.connection
-    assert isinstance(connection, ssl.SSLSocket) and connection.version() == "TLSv1.3"
+    with closing(join(server, 0, tls=ours)) as first, closing(join(server, 1, tls=ours)) as second:
+        assert push(first, 0, 0.5).version == 1
+        assert push(second, 0, 0.25).staleness == 1
+        assert pull(first) == pull(second) == (2, 0.25)
+        connection = first.connection.channel.connection
+        assert isinstance(connection, ssl.SSLSocket) and connection.version() == "TLSv1.3"
 
 
 @pytest.fixture
@@ -158,7 +158,8 @@ def test_who_has_another_authority_is_refused_on_both_sides(
         Client(server.address, server.token, 0, tls=half)
     assert "\n" not in str(caught.value)
     wait_until(lambda: refused(server) == 2)  # the worker hears of it before the server counts it
-    assert join(server, 0, tls=ours).worker == 0
+    with closing(join(server, 0, tls=ours)) as client:
+        assert client.worker == 0
 
 
 def test_who_has_no_certificate_is_refused(server: ThreadServer, ours: Path) -> None:
@@ -190,7 +191,8 @@ def test_who_only_asks_whether_somebody_listens_is_not_counted(server: ThreadSer
     """As ``fairseq-async join`` does before it imports anything."""
     for _ in range(3):
         socket.create_connection(address_of(server)).close()
-    assert join(server, 0, tls=ours).worker == 0
+    with closing(join(server, 0, tls=ours)) as client:
+        assert client.worker == 0
     assert sum(server.service.refusals.counts.values()) == 0
 
 
@@ -234,13 +236,13 @@ def test_a_workers_certificate_makes_no_server(tmp_path: Path, ours: Path) -> No
 
 def test_a_handshake_that_comes_byte_by_byte_holds_nobody_up(server: ThreadServer, ours: Path) -> None:
     """Others hang in the middle of theirs; the slow one comes in at last."""
-    honest = join(server, 0, tls=ours)
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     slow = tls.worker_context(ours).wrap_bio(incoming, outgoing, server_hostname=HOST)
     with pytest.raises(ssl.SSLWantReadError):
         slow.do_handshake()
     hello = outgoing.read()
     with ExitStack() as crowd:
+        honest = crowd.enter_context(closing(join(server, 0, tls=ours)))
         hanging = [crowd.enter_context(socket.create_connection(address_of(server))) for _ in range(20)]
         for each in hanging:
             each.sendall(hello[:50])
