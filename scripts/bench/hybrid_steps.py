@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -60,6 +60,7 @@ class Outcome:
         curve: virtual seconds and loss at each evaluation, also beyond the end of the runs that are compared.
         gradients: mean number of gradients in a step.
         staleness: mean staleness of all gradients.
+        bleu: of the test set's translations at the end, where it was asked for.
     """
 
     loss: float
@@ -67,6 +68,7 @@ class Outcome:
     gradients: float
     staleness: float
     curve: list[tuple[float, float]]
+    bleu: float | None = None
 
     def time_to(self, loss: float) -> float:
         """Returns the seconds to the first evaluation with at most this loss; NaN if there is none."""
@@ -74,10 +76,14 @@ class Outcome:
 
 
 class Bench:
-    """Runs methods of an experiment; keeps results in the file ``cache``, and reads them from there."""
+    """Runs methods of an experiment; keeps results in the file ``cache``, and reads them from there.
 
-    def __init__(self, experiment: Experiment, cache: Path) -> None:
-        self.experiment, self._done = experiment, Kept(cache, Outcome)
+    Args:
+        bleu: translates the test set at the end of each run; the problem must be one of translation.
+    """
+
+    def __init__(self, experiment: Experiment, cache: Path, bleu: bool = False) -> None:
+        self.experiment, self.bleu, self._done = experiment, bleu, Kept(cache, Outcome)
 
     def run_missing(self, wanted: Sequence[Wanted], processes: int) -> None:
         """Runs those of the wanted runs that have no result yet, in this number of processes."""
@@ -128,6 +134,8 @@ class Bench:
                 end = curve[-1][1]
                 count = trial.server.version
                 at_end = Outcome(end, trial.clock.now, len(receipts) / count, fmean(r.staleness for r in receipts), [])
+                if self.bleu:
+                    at_end = replace(at_end, bleu=cast(Any, trial.model.problem).bleu())
         assert at_end is not None
         return replace(at_end, curve=curve)
 
@@ -186,7 +194,7 @@ def rows(bench: Bench, cluster: str, seeds: Sequence[int], rates: Sequence[float
             "times sooner at its last loss": fmean(speedups) if method.name != SYNCHRONOUS else 1.0,
             "gradients a step": fmean(each.gradients for each in found),
             "staleness": fmean(each.staleness for each in found),
-        }
+        } | ({"BLEU": ", ".join(f"{each.bleu:.1f}" for each in found)} if bench.bleu else {})
 
 
 def check(report: Report, cluster: str, row: dict[str, Any]) -> None:
@@ -212,14 +220,17 @@ def main(
     processes: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     cache: Annotated[Path | None, typer.Option(help="What was run, to go on from.")] = None,
     own_rates: Annotated[bool, typer.Option("--own-rates", help="Each method at its own best rate.")] = False,
+    bleu: Annotated[bool, typer.Option("--bleu", help="Translate the test set at the end of each run.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="For what is printed.")] = None,
 ) -> None:
     """Print, for each cluster, what each method comes to at the synchronous run's best learning rate, or at its own."""
     report = Report(f"hybrid's steps, {path.name}")
     try:
-        bench = Bench(experiments.read(path), cache or Path("runs/hybrid_steps") / f"{path.stem}.jsonl")
+        bench = Bench(experiments.read(path), cache or Path("runs/hybrid_steps") / f"{path.stem}.jsonl", bleu)
     except ConfigurationError as error:
         fail(error)
+    if bleu and bench.experiment.head.problem["type"] != "fairseq_translation":
+        fail(f"--bleu: {path} has no translations to score; leave it out")
     (synchronous, *others), clusters = bench.experiment.methods, list(bench.experiment.clusters)
     numbers, tried = range(1, seeds + 1), [float(rate) for rate in rates.split(",")]
     bench.run_missing([(synchronous, clusters[0], seed, rate) for seed in numbers for rate in tried], processes)

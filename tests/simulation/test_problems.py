@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from sacrebleu import corpus_bleu
 from torch import nn
 
 from fairseq_async.errors import ConfigurationError
@@ -82,3 +84,26 @@ def test_a_validation_is_without_dropout_weighs_by_tokens_and_leaves_the_model_i
     problem: Any = SimpleNamespace(model=model, criterion=criterion, held_out=held_out, _on_device=lambda each: each)
     assert Translation.evaluate(problem) == (2.0 + 4.0) / (1.0 + 3.0)
     assert modes == [False, False] and model.training
+
+
+def test_the_bleu_of_a_translation_is_sacrebleus_of_the_plain_sentences(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fairseq_async.simulation.problems.translation import Translation  # which imports fairseq
+
+    flags = [*MODEL[: MODEL.index("--lr")], "--max-target-positions", "16"]
+    problem = Translation(1, torch.device("cpu"), data, " ".join(flags))
+    assert problem.bleu(beam=1, pieces=None) < 5.0 and problem.model.training  # it has not learned anything yet
+
+    def translate(generator: object, models: list[nn.Module], sample: dict[str, Any]) -> list[Any]:
+        """Leaves the first word out of every third sentence."""
+        assert not models[0].training
+        pads = problem.task.target_dictionary.pad()
+        targets = [target[target != pads] for target in sample["target"]]
+        return [[{"tokens": t[int(n % 3 == 0) :]}] for n, t in zip(sample["id"].tolist(), targets, strict=True)]
+
+    monkeypatch.setattr(problem.task, "inference_step", translate)
+    references = (data.parent / "valid.b").read_text().splitlines()  # the test set is the same
+    translations = [text.partition(" ")[2] if n % 3 == 0 else text for n, text in enumerate(references)]
+    score = corpus_bleu(translations, [references]).score
+    assert problem.bleu(pieces=None) == pytest.approx(score) and 50 < score < 99

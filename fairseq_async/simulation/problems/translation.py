@@ -3,18 +3,21 @@
 import logging
 import shlex
 import warnings
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from fairseq import options, tasks, utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import DictConfig
+from sacrebleu.metrics import BLEU
 from torch import Tensor
 
 from fairseq_async.errors import ConfigurationError
 
-Sample = dict[str, object]  # a batch of fairseq's: its tensors by name
+Sample = dict[str, Any]  # a batch of fairseq's: its tensors by name
 
 
 class Translation:
@@ -49,17 +52,21 @@ class Translation:
         self.samples = len(self.train)
 
     def _batches(self, cfg: DictConfig, split: str) -> list[Sample]:
+        return self._collated(split, cfg.dataset.max_tokens, cfg.dataset.batch_size, cfg.common.seed)
+
+    def _collated(
+        self, split: str, max_tokens: int | None, max_sentences: int | None = None, seed: int = 1
+    ) -> list[Sample]:
         self.task.load_dataset(split)
-        limits = utils.resolve_max_positions(self.task.max_positions(), self.model.max_positions())
-        iterator = self.task.get_batch_iterator(
-            dataset=self.task.dataset(split),
-            max_tokens=cfg.dataset.max_tokens,
-            max_sentences=cfg.dataset.batch_size,
-            max_positions=limits,
-            ignore_invalid_inputs=True,
-            seed=cfg.common.seed,
-        )
         data = self.task.dataset(split)
+        iterator = self.task.get_batch_iterator(
+            dataset=data,
+            max_tokens=max_tokens,
+            max_sentences=max_sentences,
+            max_positions=utils.resolve_max_positions(self.task.max_positions(), self.model.max_positions()),
+            ignore_invalid_inputs=True,
+            seed=seed,
+        )
         return [data.collater([data[index] for index in batch]) for batch in iterator.frozen_batches]
 
     def batch(self, indices: Sequence[int]) -> list[Sample]:
@@ -82,6 +89,24 @@ class Translation:
             total, tokens = total + float(log.get("nll_loss", log["loss"])), tokens + float(size)
         self.model.train()
         return total / tokens
+
+    @torch.no_grad()
+    def bleu(self, split: str = "test", beam: int = 5, pieces: str | None = "sentencepiece") -> float:
+        """Returns sacrebleu's score of the model's translations of a split, beside the split's own targets.
+
+        Args:
+            pieces: the kind of subwords that are joined in both, as fairseq-generate's ``--remove-bpe`` names it.
+        """
+        generator = self.task.build_generator([self.model], Namespace(beam=beam))
+        words = self.task.target_dictionary
+        translations, references = [], []
+        for sample in self._collated(split, max_tokens=4096):
+            found = self.task.inference_step(generator, [self.model.eval()], self._on_device(sample))
+            targets = (utils.strip_pad(target, words.pad()) for target in sample["target"])
+            translations += [words.string(best["tokens"].cpu(), pieces) for best, *_ in found]
+            references += [words.string(target, pieces, escape_unk=True) for target in targets]
+        self.model.train()
+        return float(BLEU().corpus_score(translations, [references]).score)
 
     def _on_device(self, sample: Sample) -> Sample:
         moved: Sample = utils.move_to_cuda(sample, self.device) if self.device.type == "cuda" else sample
