@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from fairseq_async.method import option_flags  # noqa: E402
-from fairseq_async.method.option_flags import INNER_OPTIMIZER, Option  # noqa: E402
+from fairseq_async.method.option_flags import INNER_OPTIMIZER, MICRO_BATCHES, Option  # noqa: E402
 from fairseq_async.options.config import Section  # noqa: E402
 
 DOCUMENTS = ("docs/fairseq.md", "docs/local_sgd.md", "docs/adasum.md", "docs/adascale.md")
@@ -43,7 +43,8 @@ def _flags(method: str) -> str:
 def _asynchronous_flags(method: str) -> str:
     own = [(option_flags.spelling(method, option.name), option) for option in option_flags.flags_of(method)]
     servers = [(option.flag, option) for option in option_flags.server_flags()]
-    return _table("flag", [(INNER_OPTIMIZER.flag, INNER_OPTIMIZER), *own, *servers])
+    fairseqs = [INNER_OPTIMIZER, *([MICRO_BATCHES] if method == "hybrid_async" else [])]
+    return _table("flag", [*((option.flag, option) for option in fairseqs), *own, *servers])
 
 
 def _keys(options: Iterable[Option]) -> str:

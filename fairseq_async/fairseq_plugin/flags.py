@@ -7,16 +7,18 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
+import numpy as np
 import torch
+from fairseq.data import FairseqDataset
 from fairseq.optim import OPTIMIZER_DATACLASS_REGISTRY, OPTIMIZER_REGISTRY
 from fairseq.optim.lr_scheduler import LR_SCHEDULER_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
-from fairseq_async.errors import ConfigurationError, fail
+from fairseq_async.errors import ConfigurationError, as_flag, fail
 from fairseq_async.fairseq_plugin import refused
 from fairseq_async.method import global_server, option_flags
 from fairseq_async.method.option_checks import check_ranks
-from fairseq_async.method.option_flags import INNER_OPTIMIZER
+from fairseq_async.method.option_flags import INNER_OPTIMIZER, MICRO_BATCHES
 from fairseq_async.method.spec import OPTIMIZER_OVERRIDES, JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.options.config import (
     AdaScaleOptions,
@@ -41,6 +43,43 @@ def add_server_method(parser: ArgumentParser, method: str) -> None:
     if ranks > 1:
         _set_up_ranks(parser, legacy=False)
     _inner_class(method, inner).add_args(parser)
+    if method == "hybrid_async":
+        cut = MICRO_BATCHES
+        parser.add_argument(cut.flag, type=int, default=int(cut.default), metavar=cut.metavar, help=cut.help)
+
+
+def cut_batches(args: Namespace, cfg: DictConfig) -> None:
+    """Cuts each batch of a configuration into ``--micro-batches``, which a step accumulates; validations keep theirs.
+
+    Raises:
+        ConfigurationError: the number is below 1, or above what a batch may have.
+    """
+    parts = getattr(args, MICRO_BATCHES.name, 1)
+    for name in ("max_tokens", "batch_size"):
+        limit = cfg.dataset[name]
+        if not 1 <= parts <= (limit or parts):
+            most = "" if limit is None else f" and at most {as_flag(name)}, {limit}"
+            raise ConfigurationError(f"{MICRO_BATCHES.flag} {parts}: give a number of at least 1{most}")
+        cfg.dataset[name] = limit and limit // parts
+    cfg.optimization.update_freq = [parts * frequency for frequency in cfg.optimization.update_freq]
+
+
+def check_cut(args: Namespace, cfg: DictConfig, data: FairseqDataset | None) -> None:
+    """Checks that no sentence is too long for the batches of :func:`cut_batches`: fairseq would leave it out.
+
+    Raises:
+        ConfigurationError: there are such sentences.
+    """
+    parts, limit = getattr(args, MICRO_BATCHES.name, 1), cfg.dataset.max_tokens
+    if parts == 1 or not limit or data is None:
+        return
+    lengths = data.num_tokens_vec(np.arange(len(data)))
+    lengths = lengths[lengths <= args.max_tokens]
+    if len(too_long := lengths[lengths > limit]):
+        raise ConfigurationError(
+            f"{MICRO_BATCHES.flag} {parts}: {len(too_long)} of the training samples, the longest of {lengths.max()} "
+            f"tokens, do not fit into batches of {limit}; give at most {args.max_tokens // lengths.max()}"
+        )
 
 
 def add_synchronous_method(parser: ArgumentParser, method: str, legacy: bool) -> None:

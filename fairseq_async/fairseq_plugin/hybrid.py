@@ -14,6 +14,7 @@ from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, Asyn
 from fairseq_async.fairseq_plugin.compat.precision import loss_scaler
 from fairseq_async.fairseq_plugin.compat.types import FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates, RemoteSchedule
+from fairseq_async.fairseq_plugin.flags import check_cut
 from fairseq_async.fairseq_plugin.hybrid_optimizer import HybridAsync, step_error
 from fairseq_async.protocol import Report
 from fairseq_async.server.plan import whole_steps
@@ -69,6 +70,13 @@ class HybridTrainer(AsynchronousTrainer):
         self.optimizer.start_from(welcome)
         self.set_num_updates(self._updates)
         return self.resume_data(extra_state, welcome.position)
+
+    def get_train_iterator(self, epoch: int, *args: object, **kwargs: object) -> FairseqObject:
+        """Returns fairseq's iterator over this worker's part, of which no sentence is left out for a cut batch."""
+        try:
+            return super().get_train_iterator(epoch, *args, **kwargs)
+        finally:  # fairseq fails where no sentence is left
+            check_cut(self.session.arguments, self.cfg, self.task.datasets.get(self.cfg.dataset.train_subset))
 
     # One step, in the order of fairseq's train_step: _set_seed, _prepare_sample for each batch, clip_grad_norm, the
     # optimizer's step, set_num_updates, _reduce_and_log_stats

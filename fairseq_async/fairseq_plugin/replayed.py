@@ -21,6 +21,7 @@ from fairseq_async.fairseq_plugin import server
 from fairseq_async.fairseq_plugin.asynchronous_trainer import AsynchronousTrainer
 from fairseq_async.fairseq_plugin.command_line import read_command
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
+from fairseq_async.fairseq_plugin.flags import cut_batches
 from fairseq_async.fairseq_plugin.registry import METHODS
 from fairseq_async.fairseq_plugin.session import leave_to_server
 from fairseq_async.method.spec import MethodSpec
@@ -210,6 +211,7 @@ class FairseqRun:
         self.cfg, self.threads = read_command(run_dir)
         self.spec = spec
         _check(run_dir, self.cfg, spec)
+        cut_batches(self.cfg.optimizer, self.cfg)
         own = {w: [event for event in events if event.worker == w] for w in {event.worker for event in events}}
         self.workers = {w: ReplayedWorker(self.cfg, spec, WorkerContext(w, spec.workers), own[w]) for w in sorted(own)}
 

@@ -141,6 +141,7 @@ class WorkerSession:
     def __init__(self, method: AsynchronousMethod, cfg: FairseqConfig) -> None:
         self.arguments: Namespace = cfg.optimizer
         self.given = plain_config(cfg)
+        flags.cut_batches(self.arguments, cfg)
         self.run_dir = Path(self.arguments.run_dir or cfg.checkpoint.save_dir)
         context = entered_world() or WorkerContext.find()
         if not context.joins:  # a worker that joins does not know yet how many workers there are

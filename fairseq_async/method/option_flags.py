@@ -57,6 +57,16 @@ INNER_OPTIMIZER = Option(
     metavar="NAME",
 )
 
+MICRO_BATCHES = Option(
+    "micro_batches",
+    "cut each batch into so many, each of --max-tokens or --batch-size divided by M, which a step accumulates; so that "
+    "--shares has something to divide",
+    switch=False,
+    number=True,
+    default="1",
+    metavar="M",
+)
+
 
 # fairseq's optimizers that cannot be inner ones: composite takes a nested configuration that a command line cannot
 # give, and the others need a CUDA device, while a server is on the CPU.

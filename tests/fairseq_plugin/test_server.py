@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fairseq import options, utils
@@ -19,7 +20,7 @@ from fairseq_async.algorithms import Update
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.compat.muon import divide_for_muon
 from fairseq_async.fairseq_plugin.compat.optimizers import FusedAdam
-from fairseq_async.fairseq_plugin.flags import describe_hybrid
+from fairseq_async.fairseq_plugin.flags import check_cut, cut_batches, describe_hybrid
 from fairseq_async.fairseq_plugin.server import build
 from fairseq_async.method.option_flags import check_inner_optimizer
 from fairseq_async.method.spec import JsonObject, MethodSpec
@@ -229,6 +230,42 @@ def test_steps_of_several_batches_are_divided_by_speed_where_they_can_be(
 ) -> None:
     """And nobody has said otherwise; a run with a barrier is to be the same each time."""
     assert spec_of(monkeypatch, *flags, workers=workers).micro_batches == average
+
+
+def test_batches_that_are_cut_are_the_small_ones_of_fairseqs_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = parse(
+        monkeypatch, "--optimizer", "hybrid_async", "--update-freq", "2,3", "--batch-size", "9", "--micro-batches", "4"
+    )
+    cut_batches(cut.optimizer, cut)
+    plain = ["--update-freq", "8,12", "--batch-size", "2", "--max-tokens", "25"]
+    limits = ["--batch-size-valid", "9", "--max-tokens-valid", "100"]  # a validation's batches stay as they were
+    expected = parse(monkeypatch, "--optimizer", "hybrid_async", *plain, *limits)
+    assert (cut.dataset, cut.optimization) == (expected.dataset, expected.optimization)
+
+
+@pytest.mark.parametrize(
+    ("parts", "flags", "most"),
+    [("0", [], "--max-tokens, 100"), ("101", [], "--max-tokens, 100"), ("9", ["--batch-size", "8"], "--batch-size, 8")],
+)
+def test_more_micro_batches_than_a_batch_has_tokens_or_sentences_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, parts: str, flags: list[str], most: str
+) -> None:
+    cfg = parse(monkeypatch, "--optimizer", "hybrid_async", *flags, "--micro-batches", parts)
+    with pytest.raises(ConfigurationError, match=f"--micro-batches {parts}: give .* at least 1 and at most {most}$"):
+        cut_batches(cfg.optimizer, cfg)
+
+
+def test_samples_that_are_left_out_of_batches_that_are_cut_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = np.array([7, 26, 25, 45, 101])  # the last is too long for whole batches too
+    data = type("Data", (), {"num_tokens_vec": lambda self, indices: lengths[indices], "__len__": lambda self: 5})()
+    cfg = parse(monkeypatch, "--optimizer", "hybrid_async", "--micro-batches", "4")
+    cut_batches(cfg.optimizer, cfg)
+    with pytest.raises(ConfigurationError, match="4: 2 of .*, the longest of 45 .* batches of 25; give at most 2$"):
+        check_cut(cfg.optimizer, cfg, data)
+    for parts in ("1", "2"):
+        cfg = parse(monkeypatch, "--optimizer", "hybrid_async", "--micro-batches", parts)
+        cut_batches(cfg.optimizer, cfg)
+        check_cut(cfg.optimizer, cfg, data)
 
 
 def test_the_server_is_told_of_the_overrides_of_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,7 +209,8 @@ def test_shares_by_speed_are_a_synchronous_run_of_the_same_batches(
 ) -> None:
     """Three passes over the data, of which the fast worker is in later ones before the other."""
     monkeypatch.chdir(tmp_path)
-    flags = ["--barrier", "--shares", "auto", "--update-freq", 4, "--max-tokens", 50, "--max-epoch", 3, "--record"]
+    flags = ["--barrier", "--shares", "auto", "--micro-batches", 2, "--update-freq", 2, "--max-tokens", 100]  # 4 of 50
+    flags += ["--max-epoch", 3, "--record"]
     flags += ["--inner-optimizer", "sgd", "--dropout", 0, "--clip-norm", 0]
     flags += ["--lr", 0.5, "--lr-scheduler", "fixed", "--warmup-updates", 0]
     launcher = ["--slowdown", "1,9"]
@@ -217,6 +218,7 @@ def test_shares_by_speed_are_a_synchronous_run_of_the_same_batches(
     assert code == 0, output
     given = {(event["worker"], event["micro_batches"]) for event in events(tmp_path / "run")}
     assert given > {(0, 4), (1, 4)}
+    assert all(event["weight"] <= 50 * event["micro_batches"] for event in events(tmp_path / "run"))
     assert sum(event["epochs"] for event in events(tmp_path / "run")) >= 3 - 1e-6
     recording = Recording.read(tmp_path / "run")
     repeated = Replay(recording, FairseqRun(tmp_path / "run", recording.spec, recording.events))
