@@ -39,8 +39,9 @@ def nothing_is_left(run_dir: Path, shared_memory: set[str]) -> None:
 
 
 def left_in_shared_memory() -> set[str]:
-    """Files that no process has open, for others may run beside a test; but for what DeepSpeed leaves there."""
-    there = {name for name in os.listdir("/dev/shm") if not name.startswith("deepspeed_")}
+    """Files that no process has open, for others may run beside a test; but for what DeepSpeed leaves there, and the
+    semaphores of Python's multiprocessing, which stay if any other program on the machine is killed."""
+    there = {name for name in os.listdir("/dev/shm") if not name.startswith(("deepspeed_", "sem."))}
     return there - in_use() if there else set()
 
 

@@ -151,7 +151,8 @@ def test_what_cannot_be_divided_is_one_line(
     callback = callback_of(module, monkeypatch, shares="auto")
     args = SimpleNamespace(auto_find_batch_size=False, gradient_accumulation_steps=1)
     callback._trainer, callback._flow = SimpleNamespace(args=args), object()
+    state = SimpleNamespace(max_steps=9, global_step=0)
     with pytest.raises(SystemExit, match="2"):
-        callback.on_train_begin(args, SimpleNamespace(max_steps=9), None, model=0, optimizer=0, lr_scheduler=0)
+        callback.on_train_begin(args, state, None, model=0, optimizer=0, lr_scheduler=0)
     said = "error: AsyncCallback: shares is auto: give TrainingArguments gradient_accumulation_steps of at least 2"
     assert said in capsys.readouterr().err
