@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,6 +85,20 @@ def test_a_validation_is_without_dropout_weighs_by_tokens_and_leaves_the_model_i
     problem: Any = SimpleNamespace(model=model, criterion=criterion, held_out=held_out, _on_device=lambda each: each)
     assert Translation.evaluate(problem) == (2.0 + 4.0) / (1.0 + 3.0)
     assert modes == [False, False] and model.training
+
+
+def test_batches_of_a_translation_are_not_sorted_by_length(data: Path) -> None:
+    """A worker has one part of them, and fairseq shuffles them before it divides them, too."""
+    from fairseq_async.simulation.problems.translation import Translation  # which imports fairseq
+
+    flags = " ".join([*MODEL[: MODEL.index("--lr")], "--max-tokens", "60"])
+    first, same, other = (Translation(seed, torch.device("cpu"), data, flags).train for seed in (1, 1, 2))
+    orders = [[sample["id"].tolist() for sample in train] for train in (first, same, other)]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(n for ids in orders[0] for n in ids) == list(range(600))
+    lengths = [float(sample["net_input"]["src_lengths"].float().mean()) for sample in first]
+    half = len(lengths) // 2
+    assert fmean(lengths[:half]) == pytest.approx(fmean(lengths[half:]), rel=0.1)
 
 
 def test_the_bleu_of_a_translation_is_sacrebleus_of_the_plain_sentences(

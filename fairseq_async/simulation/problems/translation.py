@@ -43,7 +43,7 @@ class Translation:
             self.task = tasks.setup_task(cfg.task)
             self.model = self.task.build_model(cfg.model).to(device)
             self.criterion = self.task.build_criterion(cfg.criterion).to(device)
-            self.train = self._batches(cfg, cfg.dataset.train_subset)
+            self.train = _shuffled(self._batches(cfg, cfg.dataset.train_subset), seed)
             self.held_out = self._batches(cfg, cfg.dataset.valid_subset)[: validation or None]
         except Exception as error:  # fairseq raises a bare one where it cannot infer the languages
             raise ConfigurationError(
@@ -111,6 +111,13 @@ class Translation:
     def _on_device(self, sample: Sample) -> Sample:
         moved: Sample = utils.move_to_cuda(sample, self.device) if self.device.type == "cuda" else sample
         return moved
+
+
+def _shuffled(batches: list[Sample], seed: int) -> list[Sample]:
+    """Puts batches, which are sorted by length, into the order of a seed: else one worker's part of the data would have
+    the short sentences, and another's the long ones. fairseq shuffles them before it divides them, too."""
+    order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(seed))
+    return [batches[index] for index in order]
 
 
 def _configuration(arguments: list[str]) -> DictConfig:
