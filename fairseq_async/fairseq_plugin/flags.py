@@ -73,7 +73,11 @@ def check_cut(args: Namespace, cfg: DictConfig, data: FairseqDataset | None) -> 
     parts, limit = getattr(args, MICRO_BATCHES.name, 1), cfg.dataset.max_tokens
     if parts == 1 or not limit or data is None:
         return
-    lengths = data.num_tokens_vec(np.arange(len(data)))
+    samples = np.arange(len(data))
+    try:
+        lengths = data.num_tokens_vec(samples)
+    except NotImplementedError:  # as of several languages
+        lengths = np.array([data.num_tokens(sample) for sample in samples])
     lengths = lengths[lengths <= args.max_tokens]
     if len(too_long := lengths[lengths > limit]):
         raise ConfigurationError(

@@ -12,7 +12,7 @@ import torch
 from fairseq_async.exchange.authentication import new_token, write_token
 from tests.helpers.commands import DEEPSPEED, Processes, command, free_port
 from tests.helpers.deepspeed_islands import CASES, STEPS, make_model
-from tests.helpers.launched import count, find
+from tests.helpers.launched import count, rank_of
 from tests.helpers.run_files import events
 from tests.helpers.waiting import wait_until
 
@@ -58,12 +58,6 @@ def test_a_worker_of_two_ranks_and_one_of_one_are_plain_deepspeed_on_three(
     check_equal(tmp_path, 3, 1e-6, output)
 
 
-def rank_of(out: Path, worker: int | str, rank: int) -> int:
-    pattern = rf"(?s)deepspeed_islands(?=.*FAIRSEQ_ASYNC_WORKER={worker}\b)(?=.*\0RANK={rank}\b)"
-    (pid,) = find(out, pattern)
-    return pid
-
-
 def interrupt(process: "subprocess.Popen[str]") -> None:
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=90)
@@ -80,14 +74,14 @@ def test_workers_in_zero_3_come_back_join_leave_and_go_on_as_others(processes: P
     launch = [command("fairseq-async"), "launch", "--workers", 1, "--host", host, "--port", port]
     launcher = processes.start([*launch, *job], **DEEPSPEED)
     wait_until(lambda: count(run, 0) > 3, 150)
-    first = rank_of(tmp_path, 0, 0)
-    os.kill(rank_of(tmp_path, 0, 1), signal.SIGKILL)
+    first = rank_of(tmp_path, "deepspeed_islands", 0, 0)
+    os.kill(rank_of(tmp_path, "deepspeed_islands", 0, 1), signal.SIGKILL)
     before = count(run, 0)
     wait_until(lambda: count(run, 0) > before + 3, 150)
-    assert rank_of(tmp_path, 0, 0) != first, "a rank without the other would wait for it for ever"
+    assert rank_of(tmp_path, "deepspeed_islands", 0, 0) != first, "a rank without the other would wait for it for ever"
     joiner = processes.start([command("fairseq-async"), "join", address, *job], **DEEPSPEED)
     wait_until(lambda: count(run, 1) > 3, 150)
-    ranks = [rank_of(tmp_path, "joins", rank) for rank in (0, 1)]
+    ranks = [rank_of(tmp_path, "deepspeed_islands", "joins", rank) for rank in (0, 1)]
     interrupt(joiner)
     wait_until(lambda: not any(Path(f"/proc/{rank}/cmdline").exists() for rank in ranks), 30)
     interrupt(launcher)

@@ -9,17 +9,12 @@ import pytest
 
 from fairseq_async.exchange.authentication import new_token, write_token
 from tests.helpers.commands import HYBRID, MODEL, ROOT, Processes, command, free_port, launch_command, synchronous
-from tests.helpers.launched import count, find
+from tests.helpers.launched import count, find, rank_of
 from tests.helpers.run_files import events, relative_differences
 from tests.helpers.waiting import wait_until
 
 Launch = Callable[..., tuple[int, str]]
 FOREVER = ["--max-update", "1000000", "--disable-validation"]
-
-
-def rank_of(run_dir: Path, worker: int | str, rank: int) -> int:
-    (pid,) = find(run_dir, rf"(?s)fairseq-train (?=.*FAIRSEQ_ASYNC_WORKER={worker}\b)(?=.*\0RANK={rank}\b)")
-    return pid
 
 
 @pytest.mark.parametrize("method", [[], ["--optimizer", "local_sgd", "--local-steps", 2]], ids=["hybrid", "local"])
@@ -29,11 +24,11 @@ def test_all_ranks_of_a_worker_come_back_when_one_is_killed_and_so_does_a_killed
     flags = [*method, "--max-update", 150, "--disable-validation", "--snapshot-seconds", 1]
     launcher = processes.start(launch_command(data, 2, tmp_path, *flags, launcher=["--ranks-per-worker", "2,1"]))
     wait_until(lambda: count(tmp_path, 0) > 3, 90)
-    first = rank_of(tmp_path, 0, 0)
-    os.kill(rank_of(tmp_path, 0, 1), signal.SIGKILL)
+    first = rank_of(tmp_path, "fairseq-train ", 0, 0)
+    os.kill(rank_of(tmp_path, "fairseq-train ", 0, 1), signal.SIGKILL)
     before = count(tmp_path, 0)
     wait_until(lambda: count(tmp_path, 0) > before + 3, 90)
-    assert rank_of(tmp_path, 0, 0) != first, "a rank without the other would wait for it for ever"
+    assert rank_of(tmp_path, "fairseq-train ", 0, 0) != first, "a rank without the other would wait for it for ever"
     (server,) = find(tmp_path, "fairseq_server|local_sgd_main")
     os.kill(server, signal.SIGKILL)
     output, _ = launcher.communicate(timeout=180)
@@ -61,7 +56,7 @@ def test_a_worker_of_two_ranks_joins_from_another_machine_and_leaves(
     joins = ["join", address, "--ranks-per-worker", 2, "--token-file", token, "--", *job]
     joiner = processes.start([command("fairseq-async"), *joins])
     wait_until(lambda: count(tmp_path, 1) > 5, 90)
-    ranks = [rank_of(tmp_path, "joins", rank) for rank in (0, 1)]
+    ranks = [rank_of(tmp_path, "fairseq-train ", "joins", rank) for rank in (0, 1)]
     joiner.send_signal(signal.SIGINT)
     output, _ = joiner.communicate(timeout=30)
     assert joiner.returncode == 130 and "Traceback" not in output, output

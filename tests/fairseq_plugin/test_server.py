@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fairseq import options, utils
+from fairseq.data import FairseqDataset
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.optim import build_optimizer
 from fairseq.optim.adam import Adam, FairseqAdam
@@ -255,17 +256,35 @@ def test_more_micro_batches_than_a_batch_has_tokens_or_sentences_are_one_line(
         cut_batches(cfg.optimizer, cfg)
 
 
-def test_samples_that_are_left_out_of_batches_that_are_cut_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = np.array([7, 26, 25, 45, 101])  # the last is too long for whole batches too
-    data = type("Data", (), {"num_tokens_vec": lambda self, indices: lengths[indices], "__len__": lambda self: 5})()
+class Samples(FairseqDataset):
+    """The last is too long for whole batches too. fairseq's data of several languages has no ``num_tokens_vec``."""
+
+    lengths = np.array([7, 26, 25, 45, 101])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def num_tokens(self, index: int) -> int:
+        return int(self.lengths[index])
+
+
+class CountedAtOnce(Samples):
+    def num_tokens_vec(self, indices: Any) -> Any:
+        return self.lengths[indices]
+
+
+@pytest.mark.parametrize("kind", [Samples, CountedAtOnce])
+def test_samples_that_are_left_out_of_batches_that_are_cut_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Samples]
+) -> None:
     cfg = parse(monkeypatch, "--optimizer", "hybrid_async", "--micro-batches", "4")
     cut_batches(cfg.optimizer, cfg)
     with pytest.raises(ConfigurationError, match="4: 2 of .*, the longest of 45 .* batches of 25; give at most 2$"):
-        check_cut(cfg.optimizer, cfg, data)
+        check_cut(cfg.optimizer, cfg, kind())
     for parts in ("1", "2"):
         cfg = parse(monkeypatch, "--optimizer", "hybrid_async", "--micro-batches", parts)
         cut_batches(cfg.optimizer, cfg)
-        check_cut(cfg.optimizer, cfg, data)
+        check_cut(cfg.optimizer, cfg, kind())
 
 
 def test_the_server_is_told_of_the_overrides_of_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:

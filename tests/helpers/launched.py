@@ -46,3 +46,9 @@ def server_of(run_dir: Path) -> int:
 def worker_of(run_dir: Path, worker: int) -> int:
     (pid,) = find(run_dir, rf"fairseq-train .*FAIRSEQ_ASYNC_WORKER={worker}\b")
     return pid
+
+
+def rank_of(run_dir: Path, program: str, worker: int | str, rank: int) -> int:
+    """The process of a rank, of a worker by its number, or of one that "joins"."""
+    (pid,) = find(run_dir, rf"(?s){program}(?=.*FAIRSEQ_ASYNC_WORKER={worker}\b)(?=.*\0RANK={rank}\b)")
+    return pid
