@@ -1,6 +1,7 @@
 """The workarounds for fairseq, one by one."""
 
 from argparse import Namespace
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from fairseq_async.fairseq_plugin.compat.precision import finite_norm, forget_fa
 from fairseq_async.fairseq_plugin.compat.shutdown import ddp_on_cpu
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from tests.helpers.fairseq_trainers import configuration
+
+KEPT: list[distributed.ProcessGroup] = []  # see gloo_of_one
 
 
 @pytest.mark.parametrize(
@@ -129,14 +132,26 @@ def test_a_language_model_can_have_a_sentence_in_each_sample() -> None:
     assert [len(each) for each in blocks] == [2, 3]
 
 
-@pytest.mark.parametrize(("hook", "gradient"), [("none", 1 + 2**-20), ("fp16", 1.0)])
-def test_on_a_cpu_too_ranks_may_reduce_their_gradients_in_fp16(hook: str, gradient: float) -> None:
-    config = DistributedTrainingConfig(ddp_comm_hook=hook)
+@pytest.fixture
+def gloo_of_one() -> Iterator[distributed.ProcessGroup]:
+    """A process group of one rank, which is never freed.
+
+    To free it is to join its threads with Python's lock held, and one of them may be waiting for that lock, to let go
+    of a hook that is a Python function: both would wait for ever.
+    """
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.Linear(1, 1, bias=False)
-        wrapped = ddp_on_cpu(config, model, distributed.group.WORLD)
-        wrapped(torch.full((1, 1), 1 + 2**-20)).sum().backward()
-    finally:
-        distributed.destroy_process_group()
+    group = distributed.group.WORLD
+    assert group is not None
+    KEPT.append(group)
+    yield group
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("hook", "gradient"), [("none", 1 + 2**-20), ("fp16", 1.0)])
+def test_on_a_cpu_too_ranks_may_reduce_their_gradients_in_fp16(
+    gloo_of_one: distributed.ProcessGroup, hook: str, gradient: float
+) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    wrapped = ddp_on_cpu(DistributedTrainingConfig(ddp_comm_hook=hook), model, gloo_of_one)
+    wrapped(torch.full((1, 1), 1 + 2**-20)).sum().backward()
     assert model.weight.grad is not None and model.weight.grad.item() == gradient

@@ -62,8 +62,11 @@ def train(out: Path, options: dict[str, Any], checkpoint: str | None) -> Trainer
         auto_find_batch_size=finds,
     )
     data = Counting(range(worker, samples - worker, workers))
-    groups = muon_groups(model.named_parameters())
-    optimizer = MuonAdamW(groups, lr=5e-3, adjust_lr_fn="match_rms_adamw") if muon else None
+    optimizer: MuonAdamW | None = None
+    if muon:
+        # what AdamW divides by is above the rounding of gradients that are 0 (those of the keys' biases)
+        own: dict[str, Any] = {"lr": 5e-3, "weight_decay": 1.0, "eps": 1e-6, "adjust_lr_fn": "match_rms_adamw"}
+        optimizer = MuonAdamW(muon_groups(model.named_parameters()), **own)
     trainer = Trainer(
         model,
         arguments,
@@ -72,6 +75,8 @@ def train(out: Path, options: dict[str, Any], checkpoint: str | None) -> Trainer
         callbacks=[*([callback] if callback else []), *others],
         optimizers=(optimizer, None),
     )
+    out.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), out / f"began-{worker}.pt")
     trainer.train(resume_from_checkpoint=checkpoint)
     torch.save(model.state_dict(), out / f"worker-{worker}.pt")
     (out / f"worker-{worker}.json").write_text(json.dumps(trainer.state.log_history))

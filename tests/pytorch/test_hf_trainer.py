@@ -162,29 +162,35 @@ def test_a_trainer_that_would_begin_once_more_with_a_smaller_batch_is_one_line_o
 
 
 @pytest.fixture(scope="module")
-def muon_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """What the Trainer comes to by itself, with Muon for the matrices of the layers."""
+def muon_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Where the Trainer begins and ends by itself, with Muon for the matrices of the layers."""
     out, processes = tmp_path_factory.mktemp("alone"), Processes()
     try:
         line = [command("python"), HELPERS / "hf_callback_job.py", out, json.dumps({"muon": True})]
         processes.run(line, seconds=200, PYTHONPATH=PATH)
     finally:
         processes.end()
-    ended: dict[str, torch.Tensor] = torch.load(out / "worker-0.pt", weights_only=True)
-    return ended
+    began, ended = (torch.load(out / f"{each}-0.pt", weights_only=True) for each in ("began", "worker"))
+    return began, ended
 
 
 @pytest.mark.parametrize(
     "options", [{"method": "hybrid_async"}, {"method": "local_sgd", "outer": "sgd", "outer_lr": 1.0, "local_steps": 3}]
 )
 def test_one_worker_with_muon_is_the_trainer_alone(
-    tmp_path: Path, options: dict[str, Any], muon_alone: dict[str, torch.Tensor]
+    tmp_path: Path, options: dict[str, Any], muon_alone: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 ) -> None:
-    """Within the rounding of bfloat16, in which Muon iterates: worker and server clip and subtract in other orders."""
+    """Within the rounding of bfloat16, in which Muon iterates: worker and server clip and subtract in other orders.
+
+    A bit that float32 rounds otherwise is one of bfloat16 where a value is near a tie, which depends on the CPU: the
+    difference is 0 to 0.002 of the way from the beginning.
+    """
     train(tmp_path, 1, options | {"muon": True})
     ended = torch.load(tmp_path / "out" / "worker-0.pt", weights_only=True)
-    for name, value in muon_alone.items():
-        assert (ended[name] - value).norm() <= 1e-3 * value.norm(), name
+    began, alone = muon_alone
+    for name, value in alone.items():
+        way = (value - began[name]).norm()
+        assert way > 0 and (ended[name] - value).norm() <= torch.finfo(torch.bfloat16).eps * way, name
 
 
 def test_in_hybrid_the_trainers_optimizer_and_schedule_are_the_servers(tmp_path: Path) -> None:
