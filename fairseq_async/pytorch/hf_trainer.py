@@ -7,6 +7,7 @@ hide_broken_torchaudio()
 
 import os
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ class AsyncCallback(TrainerCallback):
         options: of :class:`~fairseq_async.torch.AsyncLocalSGD` or :class:`~fairseq_async.torch.HybridAsync`.
             ``total_steps`` takes the place of the Trainer's own number of steps, also in its schedule. With
             ``shares="auto"`` the server divides the ``gradient_accumulation_steps`` of all workers by their speeds;
-            this is the default without ``barrier`` and ``updates_per_step``.
+            this is the default without ``barrier`` and ``updates_per_step``. ``clip_norm`` of ``hybrid_async`` is the
+            Trainer's ``max_grad_norm``, unless it is given: then that clips each worker's own gradient before.
     """
 
     @errors_in_one_line()
@@ -178,8 +180,20 @@ class AsyncCallback(TrainerCallback):
     def _make(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> AsyncTraining:
         if self.method == "local_sgd":
             return AsyncLocalSGD(model, optimizer, **self.options | {"total_steps": steps})
-        own = self.options | {"total_steps": steps} | self._shares()
-        return HybridAsync(model, optimizer, scheduler=scheduler, **own)
+        own = {"total_steps": steps} | self._shares() | self._clipping()
+        return HybridAsync(model, optimizer, scheduler=scheduler, **self.options | own)
+
+    def _clipping(self) -> dict[str, object]:
+        """Returns the option by which the server clips the mean gradient, as a synchronous Trainer does, and lets this
+        worker's Trainer only measure its own; nothing where the script has given the server a norm."""
+        assert self._trainer is not None
+        norm = float(self._trainer.args.max_grad_norm or 0.0)
+        if "clip_norm" in self.options or norm <= 0:
+            return {}
+        accelerator: Any = self._trainer.accelerator
+        clip = accelerator.clip_grad_norm_
+        accelerator.clip_grad_norm_ = lambda parameters, *_, **__: clip(parameters, inf)
+        return {"clip_norm": norm}
 
     def _shares(self) -> dict[str, object]:
         """Returns the options by which the server divides the micro-batches of a step, if it does.

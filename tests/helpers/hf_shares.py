@@ -22,14 +22,15 @@ from fairseq_async.options.addresses import free_port  # noqa: E402
 from fairseq_async.pytorch.hf_trainer import AsyncCallback  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from tests.helpers.commands import HELPERS  # noqa: E402
-from tests.helpers.sines import BATCH, RATE, SAVED_AT, EndlessSines, Net, NetOfTokens, Sines  # noqa: E402
+from tests.helpers.sines import BATCH, CLIP, RATE, SAVED_AT, EndlessSines, Net, NetOfTokens, Sines  # noqa: E402
 
 AVERAGE, STEPS = 4, 6
 
 
 class Case(NamedTuple):
     """A run: the shares that its server gives, its options, whether its loss is a mean of tokens, whether its data have
-    no length, whether its script counts the micro-batches of a step itself, and what it goes on from."""
+    no length, whether its script counts the micro-batches of a step itself, what it goes on from, and to what norm it
+    clips."""
 
     deepspeed: bool = False
     given: str = "6,2"
@@ -38,12 +39,14 @@ class Case(NamedTuple):
     endless: bool = False
     counts_itself: bool = False
     goes_on: str = ""
+    clips: float = 0.0
 
 
 CASES = {
     "whole": Case(),
     "resumed": Case(goes_on="whole"),
     "tokens": Case(by_tokens=True),
+    "clipped": Case(clips=CLIP),
     "endless": Case(endless=True),
     "equal shares": Case(given="4,4"),
     "equal": Case(options={"barrier": True, "shares": "equal"}),
@@ -89,7 +92,7 @@ def train(name: str, out: Path, worker: int) -> None:
         optimizer = {"type": "SGD", "params": {"lr": RATE, "momentum": 0.9}}
         config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
         section = {"zero_optimization": {"stage": 0}, "async_training": {"method": "hybrid_async", **options}}
-        given = {"deepspeed": config | {"optimizer": optimizer, "gradient_clipping": 0.0} | section}
+        given = {"deepspeed": config | {"optimizer": optimizer, "gradient_clipping": case.clips} | section}
     else:
         own["callbacks"].append(AsyncCallback("hybrid_async", resume_from_checkpoint=before, **options))
         own["optimizers"] = SGD(net.parameters(), lr=RATE, momentum=0.9), None
@@ -101,7 +104,7 @@ def train(name: str, out: Path, worker: int) -> None:
         train_sampling_strategy="sequential",
         learning_rate=RATE,
         lr_scheduler_type="constant",
-        max_grad_norm=0.0,
+        max_grad_norm=case.clips,
         save_steps=SAVED_AT,
         logging_steps=1,
         report_to=[],

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 SAMPLES, UNUSED = 48, -100
 BATCH, SAVED_AT, RATE = 2, 3, 0.05
+CLIP = 0.5  # below the norm of each gradient
 
 
 class Sines(Dataset[dict[str, Tensor]]):

@@ -1,6 +1,7 @@
 """Shares by speed in the Trainer, without and with DeepSpeed: a step is that of a synchronous run with the same
 micro-batches."""
 
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from tests.helpers.commands import DEEPSPEED, HELPERS, ROOT, Processes, command
-from tests.helpers.sines import BATCH, RATE, SAVED_AT, UNUSED, Net, Sines
+from tests.helpers.sines import BATCH, CLIP, RATE, SAVED_AT, UNUSED, Net, Sines
 
 PATH = f"{HELPERS / 'without_fairseq'}:{ROOT}"
 
@@ -33,7 +34,7 @@ def left(out: Path, name: str) -> list[dict[str, Any]]:
     return [torch.load(out / f"{name}-{worker}.pt", weights_only=True) for worker in range(2)]
 
 
-def synchronous(workers: list[dict[str, Any]], by_tokens: bool) -> Tensor:
+def synchronous(workers: list[dict[str, Any]], by_tokens: bool, clip: float = inf) -> Tensor:
     """Where a run in float64 ends that takes the same samples in the same steps."""
     net, data = Net().double(), Sines()
     optimizer = SGD(net.parameters(), lr=RATE, momentum=0.9)
@@ -44,18 +45,19 @@ def synchronous(workers: list[dict[str, Any]], by_tokens: bool) -> Tensor:
         for batch in batches:
             inputs, labels = (torch.stack([data[number][key] for number in batch]) for key in ("inputs", "labels"))
             (net.total(inputs.double(), labels) / (labels != UNUSED).sum() / len(batches)).backward()
+        assert nn.utils.clip_grad_norm_(net.parameters(), clip) > clip or clip == inf, "it shows nothing otherwise"
         optimizer.step()
     return nn.utils.parameters_to_vector(net.parameters()).detach()
 
 
-@pytest.mark.parametrize("name", ["whole", "tokens", "deepspeed", "deepspeed, tokens"])
+@pytest.mark.parametrize("name", ["whole", "tokens", "clipped", "deepspeed", "deepspeed, tokens"])
 def test_a_step_is_synchronous_with_the_same_micro_batches(out: Path, name: str) -> None:
     """And an epoch is a pass over a worker's twelve batches, whose last step has what is left of them."""
     ended = left(out, name)
     numbers = [[len(step) // BATCH for step in each["samples"][:-1]] for each in ended]
     assert numbers == [[4, 6, 2, 6, 6, 6], [4, 2, 2, 2, 2, 2]]
     assert sorted(sum(ended[0]["samples"][:3] + ended[1]["samples"][:5], [])) == list(range(len(Sines())))
-    expected = synchronous(ended, by_tokens="tokens" in name)
+    expected = synchronous(ended, by_tokens="tokens" in name, clip=CLIP if name == "clipped" else inf)
     for each in ended:
         torch.testing.assert_close(each["parameters"].double(), expected, rtol=1e-6, atol=1e-6)
 
