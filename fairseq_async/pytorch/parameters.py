@@ -228,9 +228,9 @@ def note_untrained(worker: AsyncWorker, model: nn.Module, exchanged: Collection[
     """Notes checksums of what every worker makes or loads by itself, for the server to compare when the worker joins.
 
     They are of the parameters that are not exchanged, such as frozen layers, with the scales of bitsandbytes'
-    quantised ones, and of the buffers that a model with such parameters saves: one that is
-    trained whole has buffers of its own. Left out are what ZeRO 3 or FSDP2 has divided, and buffers that
-    training changes: those of normalisations, single values such as counts, and all where the run goes on.
+    quantised ones, and of the buffers that the model saves, such as masks and random features. Left out are what ZeRO 3
+    or FSDP2 has divided, and buffers that training changes: those of normalisations, single values such as counts, and
+    all where the run goes on.
 
     Args:
         exchanged: the ``id`` of each parameter that is exchanged.
@@ -240,7 +240,7 @@ def note_untrained(worker: AsyncWorker, model: nn.Module, exchanged: Collection[
     frozen = [each for each in whole if id(each) not in exchanged]
     worker.details.untrained = f"{crc_of(chain(frozen, _scales(model, exchanged))):08x}" if frozen else ""
     own = {segment.name for segment in worker.replica.layout.segments if segment.is_buffer}
-    buffers = [] if restored or not frozen else [buffer for name, buffer in _fixed_buffers(model) if name not in own]
+    buffers = [] if restored else [buffer for name, buffer in _fixed_buffers(model) if name not in own]
     worker.details.buffers = f"{crc_of(buffers):08x}" if buffers else ""
 
 

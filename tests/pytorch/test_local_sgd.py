@@ -365,11 +365,13 @@ class Quantised(nn.Linear):
 
 
 class Based(nn.Sequential):
-    """A layer behind a frozen base, of which one value is another: that in ``differs``."""
+    """A layer behind a frozen base, of which one value is another: that in ``differs``. With "of a trained base" it is
+    not frozen."""
 
     def __init__(self, differs: str, value: float) -> None:
         linear, norm = Quantised(2, 2).requires_grad_(False), nn.BatchNorm1d(2).requires_grad_(False)
         super().__init__(linear, norm, nn.Linear(2, 1))
+        differs, _, whole = differs.partition(" of a ")
         for tensor, kept in ((linear.weight, "weight"), (linear.bias, "bias")):
             tensor.fill_(value if differs == kept else 0.5)
         linear.scale = value if differs == "scales" else 0.5
@@ -380,6 +382,8 @@ class Based(nn.Sequential):
             own = torch.full((size,), value if differs == kept else 0.5)
             self.register_buffer(kept, own, persistent=kept != "cache")
         norm.running_mean.fill_(value if differs == "statistics" else 0.5)  # type: ignore[union-attr]
+        if whole:
+            self.requires_grad_()
 
 
 @pytest.mark.parametrize(
@@ -389,8 +393,8 @@ class Based(nn.Sequential):
         ("weight", "parameters that are not trained"),
         ("scales", "parameters that are not trained"),
         ("tensor of two", "parameters that are not trained"),
-        ("codes", "buffers that the model saves"),
-        *[(each, "") for each in ("statistics", "count", "cache")],
+        *[(each, "buffers that the model saves") for each in ("codes", "codes of a trained base")],
+        *[(each, "") for each in ("statistics", "statistics of a trained base", "count", "cache")],
     ],
 )
 def test_a_base_that_differs_between_workers_is_one_line(
@@ -400,7 +404,7 @@ def test_a_base_that_differs_between_workers_is_one_line(
 
     def train(worker: int) -> bool:
         model = Based(differs, value=float(worker))
-        optimizer = SGD(model[2].parameters(), lr=LR)
+        optimizer = SGD([each for each in model.parameters() if each.requires_grad], lr=LR)
         try:
             with AsyncLocalSGD(model, optimizer, total_steps=1, local_steps=1) as run:
                 while not run.finished:
