@@ -148,7 +148,9 @@ def _check_whole_steps(zero: dict[str, Any], name: str) -> None:
 def _check_hybrid(config: dict[str, Any], name: str) -> None:
     """Checks for keys that do not go with hybrid_async, which steps in the server, in fp32, on whole gradients."""
     reason = f"is not supported with method hybrid_async{_REASON}; local_sgd has it"
-    for section, key in (("amp", "enabled"), ("fp16", "auto_cast"), ("fp16", "fp16_master_weights_and_grads")):
+    masters = [(section, "bf16_master_weights_and_grads") for section in BF16]
+    masters.append(("fp16", "fp16_master_weights_and_grads"))
+    for section, key in (("amp", "enabled"), ("fp16", "auto_cast"), *masters):
         if _object(config, section, name).get(key, False):
             raise ConfigurationError(f'{name}: "{section}": "{key}" {reason}')
     autocast = _object(config, "torch_autocast", name)

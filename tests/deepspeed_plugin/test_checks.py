@@ -102,6 +102,10 @@ def test_the_page_names_the_largest_table_of_rates() -> None:
             '"fp16": "auto_cast" is not supported with method hybrid_async',
         ),
         (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+            '"bf16": "bf16_master_weights_and_grads" is not supported with method hybrid_async',
+        ),
+        (
             {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.02}}},
             '"cycle_momentum", which is true by default, is not supported with method hybrid_async',
         ),
