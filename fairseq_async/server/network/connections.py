@@ -55,7 +55,7 @@ class Connections:
             del self.peers[peer.id]
 
     def introduce(self, peer: Peer, request: Request) -> Answer:
-        """Makes a peer that proves that it knows the token a worker, or one more stream of a worker.
+        """Makes a peer that proves that it knows the token a worker.
 
         Raises:
             RefusedError: the peer does not prove that, or there is no room for it.
