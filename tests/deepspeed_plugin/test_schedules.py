@@ -1,6 +1,8 @@
 """DeepSpeed's own schedules, in the server by name or as a table of rates."""
 
 import copy
+import gc
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,11 +44,16 @@ def test_a_schedule_that_the_script_gives_is_a_table_of_the_rates_that_it_would_
             schedule.step()
 
 
-# The garbage of an earlier test, such as its sockets, may be collected within this one, and is not its own.
-NO_WARNING = pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
+@pytest.fixture(scope="module")
+def no_garbage() -> None:
+    """Collects that of earlier tests, such as their sockets: a warning of it is no warning of this test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
 
 
-@NO_WARNING
+@pytest.mark.usefixtures("no_garbage")
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("taken", [0, 5])
 def test_a_schedule_follows_the_run_from_where_it_was_without_a_warning_of_torchs(taken: int) -> None:
     """The engine of local SGD sets the rates before its optimizer's first step, which torch takes for a mistake."""
@@ -77,7 +84,8 @@ OF_TORCH: list[Callable[[SGD], LRScheduler]] = [
 ]
 
 
-@NO_WARNING
+@pytest.mark.usefixtures("no_garbage")
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("make", OF_TORCH)
 @pytest.mark.parametrize("taken", [0, 2])
 def test_a_schedule_that_only_takes_steps_has_the_rates_of_the_runs_progress(

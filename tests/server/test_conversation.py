@@ -306,6 +306,7 @@ def test_a_message_arrives_whole_however_it_is_cut() -> None:
     sender.close()
     with pytest.raises(ExchangeError, match="closed"):
         receiver.receive()
+    receiver.close()
 
 
 def test_a_worker_whose_update_takes_long_on_its_way_is_not_silent(tmp_path: Path) -> None:
