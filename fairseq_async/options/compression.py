@@ -70,10 +70,6 @@ _CODECS: TypeAdapter[CodecOptions] = TypeAdapter(Annotated[CodecOptions, Field(d
 NAMES = tuple(str(model.model_fields["codec"].default) for model in CodecOptions.__args__)
 _LONGEST_BIN = 1 << 14  # with a scale for each bin, a place and two flags are a number of 16 bits
 PullOptions = BF16Options | Int8Options | E3M0Options
-_SKETCH = (
-    "sketch finds its largest values in a second round between all workers of a step, which only gs_sgd in a "
-    "simulation has; choose another codec"
-)
 
 
 class Compress(BaseModel):
@@ -130,8 +126,6 @@ def _codec(given: object) -> CodecOptions | None:
         return values
     if not isinstance(values, Mapping) or "codec" not in values:
         raise ValueError(f"give the name of a codec ({', '.join(NAMES)}), or a mapping with it as its 'codec'")
-    if values["codec"] == "sketch":
-        raise ValueError(_SKETCH)
     if values["codec"] not in NAMES:
         raise ValueError(f"there is no codec {values['codec']!r}; there are {', '.join(NAMES)}")
     try:

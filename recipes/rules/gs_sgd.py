@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
+from pathlib import Path
 from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from fairseq_async.algorithms import CountSketch, Rule, Update
-from fairseq_async.algorithms.codecs.payload import header_bytes
-from fairseq_async.algorithms.rule import State, fills
-from fairseq_async.simulation.ranks import RanksMethod, TwoRounds, register_ranks_method
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from fairseq_async.algorithms import Rule, Update  # noqa: E402
+from fairseq_async.algorithms.codecs.payload import header_bytes  # noqa: E402
+from fairseq_async.algorithms.rule import State, fills  # noqa: E402
+from fairseq_async.simulation.ranks import RanksMethod, TwoRounds, register_ranks_method  # noqa: E402
+from recipes.rules.count_sketch import CountSketch  # noqa: E402
 
 
 class GsSGDOptions(BaseModel):

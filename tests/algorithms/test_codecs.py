@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, AdaCompBins, Codec, CountSketch, Int8, TopK
+from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, AdaCompBins, Codec, Int8, TopK
 from fairseq_async.errors import AsyncError, CodecError
+from recipes.rules.count_sketch import CountSketch
 from tests.helpers.other_device import elsewhere
 
 LARGEST = torch.finfo(torch.float32).max

@@ -13,7 +13,6 @@ from fairseq_async.algorithms import (
     AdaComp,
     AdaCompBins,
     Codec,
-    CountSketch,
     ErrorFeedback,
     Int8,
     TopK,
@@ -22,6 +21,7 @@ from fairseq_async.algorithms import (
 )
 from fairseq_async.algorithms.adasum import combine
 from fairseq_async.worker.shards import ShardOrder
+from recipes.rules.count_sketch import CountSketch
 
 CODECS = [
     BF16,

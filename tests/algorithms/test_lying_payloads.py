@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, AdaCompBins, Codec, CountSketch, Int8, TopK
+from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, AdaCompBins, Codec, Int8, TopK
 from fairseq_async.algorithms.codecs.payload import seal
 from fairseq_async.errors import CodecError
+from recipes.rules.count_sketch import CountSketch
 
 CODECS = [BF16(), Int8(), E3M0(), TopK(9, 2, 1), AdaComp(10), AdaCompBins(10), DQSGD(), DQSGD(3, 16, "max")]
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, AdaCompBins, Codec, CountSketch, Int8, TopK
+from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, AdaCompBins, Codec, Int8, TopK
+from recipes.rules.count_sketch import CountSketch
 
 Floats = np.ndarray
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import CountSketch, HybridAccumulation, Update
+from fairseq_async.algorithms import HybridAccumulation, Update
+from recipes.rules.count_sketch import CountSketch
 from recipes.rules.gs_sgd import GsSGD
 from tests.helpers.simulations import run
 

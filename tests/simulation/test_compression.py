@@ -103,7 +103,6 @@ def test_an_experiment_without_feedback_needs_a_codec_that_has_it(
     ("compress", "said"),
     [
         ("int7", "there is no codec 'int7'; there are bf16, int8"),
-        ("sketch", "sketch finds its largest values in a second round"),
         ("int8:block=0", "int8: block: Input should be greater than or equal to 1"),
         ("int8:keep=3", "int8: there is no parameter 'keep'; there are block"),
         ("topk:chunk=8,keep=9", "topk: keep is 9: a chunk has only 8 values"),

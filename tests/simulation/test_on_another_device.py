@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import CountSketch, ErrorFeedback, HybridAccumulation, NesterovMomentum, TopK, Update
+from fairseq_async.algorithms import ErrorFeedback, HybridAccumulation, NesterovMomentum, TopK, Update
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Layout
 from fairseq_async.server.compressed_starts import compressed_starts
 from fairseq_async.server.parameter_server import ParameterServer
+from recipes.rules.count_sketch import CountSketch
 from recipes.rules.gs_sgd import GsSGD
 from tests.helpers.other_device import OnAnotherDevice, elsewhere, loaded_elsewhere
 
