@@ -124,6 +124,9 @@ def test_error_feedback_goes_on_from_its_state() -> None:
     second.load_state_dict(first.state_dict())
     assert torch.equal(first.residual, second.residual)
     assert first.send(updates[2], 5) == second.send(updates[2], 5)
+    kept = first.residual
+    second.refuse()
+    assert torch.equal(first.residual, kept) and not torch.equal(second.residual, kept), "each has its own"
 
 
 @pytest.mark.parametrize("codec", [*biased(), TopK(5, 3, bits=1)], ids=name_of)

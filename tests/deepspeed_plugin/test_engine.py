@@ -128,6 +128,24 @@ def test_an_evaluation_and_a_checkpoint_of_a_worker_that_is_ahead_are_of_the_ser
     assert done == [*pulls, f"saves ('directory', 'tag', {state})", *pulls, "evaluates"]
 
 
+@pytest.mark.parametrize(
+    ("drawn", "rest", "sends"), [(10, 1, False), (10, 2, True), (8, 3, False), (11, 1, True), (11, 0, False)]
+)
+@pytest.mark.parametrize(("for_all", "finished"), [(False, False), (True, False), (False, True)])
+def test_micro_batches_that_are_left_at_the_end_are_sent_where_they_complete_an_average_step(
+    monkeypatch: pytest.MonkeyPatch, drawn: int, rest: int, sends: bool, for_all: bool, finished: bool
+) -> None:
+    """Of four micro-batches: plain DeepSpeed steps after the 8th and the 12th."""
+    engine, did = cast(Any, HybridEngine.__new__(HybridEngine)), list[object]()
+    nn.Module.__init__(engine)
+    engine._share, engine._first, engine.micro_steps = 5, 20, 20 + rest
+    engine.async_worker, engine.spec = SimpleNamespace(drawn=drawn, finished=finished), SimpleNamespace(micro_batches=4)
+    monkeypatch.setattr(HybridEngine, "_step_with", lambda engine, rest: did.append(rest))
+    monkeypatch.setattr(AsyncEngine, "end", lambda engine, for_all: did.append(f"ends {for_all}"))
+    engine.end(for_all)
+    assert did == [rest] * (sends and not for_all and not finished) + [f"ends {for_all}"]
+
+
 class Saving:
     """Of a worker: what its engine asks of it to save and to load."""
 

@@ -7,12 +7,13 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fairseq_async.errors import ConfigurationError, ExchangeError
-from fairseq_async.exchange import SharedMemory, linux
+from fairseq_async.exchange import SharedMemory, linux, shared_memory
 
 SIZE = 200_000
 
@@ -100,6 +101,20 @@ def test_the_memory_of_another_run_at_the_same_path_is_not_taken_for_the_servers
     assert here.slot(2).tolist() == [4.0] * 5
 
 
+@pytest.mark.parametrize("publishes", [False, True])
+def test_a_slot_has_its_memory_before_it_is_written_to(publishes: bool) -> None:
+    """Else a write to it could fail, by a signal that ends the worker."""
+    pages = 3
+    memory = SharedMemory.create(pages * mmap.PAGESIZE // 4, 3, publishes)
+    held = [os.fstat(memory._descriptor).st_blocks * 512 // mmap.PAGESIZE]
+    for worker in (2, 0, 0):
+        memory.allocate_slot(worker)
+        memory.slot(worker).fill_(1.0)
+        held.append(os.fstat(memory._descriptor).st_blocks * 512 // mmap.PAGESIZE)
+    shared = 1 + pages * publishes
+    assert held == [shared, shared + pages, shared + 2 * pages, shared + 2 * pages]
+
+
 def test_no_room_is_one_clear_line() -> None:
     with pytest.raises(ExchangeError, match=r"no room in /dev/shm.*--shm-size") as caught:
         SharedMemory.create(2**44, 1)
@@ -141,21 +156,22 @@ def test_memory_that_is_refused_or_closed_leaves_no_file_open(tmp_path: Path) ->
 
 
 def test_a_reader_waits_through_many_publications(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fairseq_async.exchange.shared_memory._PATIENCE", 0.2)
     memory = SharedMemory.create(5, 1)
     memory._advance_counter()
+    clock = SimpleNamespace(now=0.0, publications=0, monotonic=lambda: clock.now)
 
-    def publish_slowly() -> None:
-        for _ in range(5):
-            time.sleep(0.1)
+    def sleep(seconds: float) -> None:
+        clock.now += 0.4 * shared_memory._PATIENCE
+        clock.publications += 1
+        if clock.publications % 2 == 0 and clock.publications < 10:
             memory._advance_counter()  # ends one publication ...
+        if clock.publications % 2 == 0:
             memory._advance_counter()  # ... and begins the next
-        memory._advance_counter()
 
-    thread = threading.Thread(target=publish_slowly)
-    thread.start()
+    clock.sleep = sleep
+    monkeypatch.setattr(shared_memory, "time", clock)
     memory.read(torch.empty(5).copy_)  # the wait is longer than the patience with any one of them
-    thread.join()
+    assert clock.now > 2 * shared_memory._PATIENCE
 
 
 def test_a_server_that_died_while_it_published_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,6 +236,9 @@ def test_a_run_that_is_to_go_on_never_begins_anew_where_its_snapshots_are_broken
     snapshots = InlineSnapshots(tmp_path)
     snapshots.begin_anew()
     assert [path.suffix for path in (tmp_path / "snapshots").iterdir()] == [".before", ".before"]
+    snapshots.give_back()
+    names = sorted(path.name for path in (tmp_path / "snapshots").iterdir())
+    assert [name.rpartition(".")[2] for name in names] == ["before", "pt"], "the newest can be repaired, and is next"
 
 
 def test_what_writes_a_snapshot_dies_with_its_server(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairseq_async.algorithms import E3M0, FragmentedRule, NesterovMomentum, Update, fragments_of
+from fairseq_async.method.spec import local_sgd_spec
 from fairseq_async.options import compression
+from fairseq_async.options.config import ServerOptions
+from fairseq_async.protocol import Layout
 from fairseq_async.server.compressed_changes import CompressedChanges
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.programs import local_sgd_main
+from fairseq_async.server.slots import Slots
 from fairseq_async.worker.connection.client import Client
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.fragments import Descent, streaming
@@ -139,6 +144,18 @@ def test_a_fragment_is_encoded_by_itself_and_several_at_once_are_not() -> None:
     it.changes.note_taken(0, torch.tensor([7.0, 7.0]), 2)
     parts = it.changes.state_dict()["known"][0]
     assert {turn: part.tolist() for turn, part in parts.items()} == {0: [7.0, 7.0], 1: [2.0, 4.0, 8.0]}
+
+
+def test_a_worker_that_joins_again_has_nothing_of_what_was_sent_before() -> None:
+    """It may be another process, and the update after which it takes parameters next may be the dead one's."""
+    spec = local_sgd_spec(streaming(0, fragments=1, compress="pull=e3m0"), 2, [], ServerOptions(), {})
+    slots = Slots(spec, Layout.of([("a", torch.zeros(5))]), 2)
+    peers: list[Any] = [SimpleNamespace(id=worker, remote=False, channel=SimpleNamespace()) for worker in range(2)]
+    for peer in peers:
+        slots.open(peer)
+        slots._starts.note_taken(peer.id, torch.ones(5), None)
+    slots.open(peers[1])
+    assert isinstance(slots._starts, CompressedChanges) and list(slots._starts._known) == [0]
 
 
 # With real servers and workers

@@ -50,6 +50,11 @@ def sequential(of: Optimizer) -> SequentialLR:
     return SequentialLR(of, [ConstantLR(of, 0.1, total_iters=2), ExponentialLR(of, 0.5)], milestones=[2])
 
 
+def without_a_first(of: Optimizer) -> SequentialLR:
+    """Of which the second scheduler begins at once."""
+    return SequentialLR(of, [ConstantLR(of, 0.1, total_iters=2), ExponentialLR(of, 0.5)], milestones=[0])
+
+
 def chained(of: Optimizer) -> ChainedScheduler:
     return ChainedScheduler([ConstantLR(of, 0.1, total_iters=2), ExponentialLR(of, 0.5)])
 
@@ -63,6 +68,7 @@ each_kind = pytest.mark.parametrize(
         partial(CyclicLR, base_lr=0.1, max_lr=2.0, step_size_up=2, cycle_momentum=False),
         partial(CosineAnnealingWarmRestarts, T_0=4),
         sequential,
+        without_a_first,
         chained,
     ],
 )

@@ -164,6 +164,15 @@ def test_a_worker_may_take_several_times_the_longer_of_its_longest_and_its_prese
     assert [it.hangs(1, 7.0 + after, work=100.0) for after in (399.0, 401.0)] == [False, True]
     it.ask(1, 57.0)
     assert [it.hangs(1, 57.0 + after, work=1.0) for after in (199.0, 201.0)] == [False, True]
+    it.ask(1, 58.0)  # after a second
+    assert [it.hangs(1, 58.0 + after, work=1.0) for after in (199.0, 201.0)] == [False, True]
+
+
+def test_a_worker_that_is_not_ready_has_the_time_of_one_that_has_not_come() -> None:
+    it = Membership(2, now=0.0, timeout=60.0, arrival_timeout=600.0)
+    for worker, ready in ((0, True), (1, False)):
+        it.connect(worker, f"process {worker}", 10.0, ready=ready)
+    assert [it.silent(10.0 + after) for after in (59.0, 61.0, 599.0, 601.0)] == [set(), {0}, {0}, {0, 1}]
 
 
 def test_a_worker_that_comes_back_has_not_left() -> None:

@@ -1,6 +1,7 @@
 """Parameters behind the answer to an update, for which a worker on another machine does not have to ask."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fairseq_async.errors import ExchangeError
-from fairseq_async.options.config import AsyncLocalSGDOptions, NesterovOptions
-from fairseq_async.protocol import PullReply, PushReply
+from fairseq_async.method.spec import local_sgd_spec
+from fairseq_async.options.config import AsyncLocalSGDOptions, NesterovOptions, ServerOptions
+from fairseq_async.protocol import Assignment, Layout, Pull, PullReply, Push, PushReply, Status
 from fairseq_async.records.events import Event, read_events
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.server.service import Service
@@ -87,6 +89,24 @@ def test_a_worker_that_goes_on_during_the_exchange_does_not_ask_either(tmp_path:
 def test_in_shared_memory_the_slot_keeps_the_update_until_its_answer_is_heard(tmp_path: Path, pulls: list[int]) -> None:
     _, events = train(tmp_path, "127.0.0.1", options())
     assert len(pulls) == 1 + len(events)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_parameters_follow_an_answer_after_which_the_worker_asks_for_them_at_once(fragments: int) -> None:
+    spec = local_sgd_spec(streaming(1, fragments=fragments), 1, [], ServerOptions(), {})
+    slots = Slots(spec, Layout.of([("a", torch.zeros(2)), ("b", torch.zeros(3))]), 1)
+    push = Push(5, 7, 1.0, pulls=True)
+    reply = PushReply(Status.APPLIED, 8, 0, 0, finished=False, assignment=Assignment(look_ahead=2.0))
+    expected = Pull(2.0, starts=True, fragment_of=None if fragments == 1 else 5)
+    assert slots.next_pull(push, reply) == expected
+    for other in (
+        replace(reply, finished=True),
+        replace(reply, assignment=Assignment(idle=True)),
+        replace(reply, status=Status.REFUSED),
+        replace(reply, version=7),
+    ):
+        assert slots.next_pull(push, other) is None
+    assert slots.next_pull(replace(push, pulls=False), reply) is None
 
 
 def test_parameters_that_are_lost_behind_their_answer_are_asked_for(

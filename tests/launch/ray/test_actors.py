@@ -65,12 +65,12 @@ def test_the_driver_follows_the_registry(
     assert (tasks[0].line, tasks[0].restarts, tasks[0].plugins) == (["fairseq-train", "data"], 4, "rules")
     assert tasks[0].logs == tmp_path.resolve() / "logs" and run.said() == []
 
-    state.workers, state.placed = [0, 3], {0, 1}
+    state.workers, state.placed = [0, 2], {0, 1}
     run._follow(state)
     added = run._actors.start_worker.call_args.args[0]
-    assert (added.number, added.joins, added.resources) == (3, True, Resources(3, 0))
+    assert (added.number, added.joins, added.resources) == (2, True, Resources(3, 0))
     assert run._actors.remove_workers.call_args_list == [call([1], {0, 1}, driver._LEAVING)]
-    assert run.said() == ["added: worker 3", "taken: worker 1"] and run._numbers == {0, 3}
+    assert run.said() == ["added: worker 2", "taken: worker 1"] and run._numbers == {0, 2}
 
     state.request, state.node = ServerRequest("a.server", str(tmp_path / "other")), "node"
     for _ in range(2):
@@ -84,7 +84,7 @@ def test_the_driver_follows_the_registry(
         run._follow(state)
     invited, waits = run.said()[2:]
     assert "10.0.0.1:7" in invited and str(tmp_path / "other" / ".token") in invited
-    assert waits == "worker 3: no node of the Ray cluster has room yet, as for 3 CPU"
+    assert waits == "worker 2: no node of the Ray cluster has room yet, as for 3 CPU"
 
 
 def test_workers_are_started_when_all_shards_have_a_place_and_a_place_that_is_lost_ends_the_run(
@@ -147,8 +147,11 @@ def test_after_the_servers_end_worker_0_is_waited_for_and_nobody_else(
     run._actors.runs = {"of 1": 1, "of 0": 0}
     monkeypatch.setattr(driver, "ended", lambda _: Ended(0))
     monkeypatch.setattr("ray.wait", lambda refs, timeout: waited.append((refs, timeout)) or (refs, []))
+    run._after_worker(1, Ended(0))
+    assert not run._saved
     run._after_server(Ended(0))
     assert waited == [(["of 0"], None if of_script else driver._FINISHING)]
+    run._after_worker(1, Ended(0))
     assert run._saved and run._actors.runs == {"of 1": 1}
 
 
@@ -222,16 +225,17 @@ def test_a_worker_whose_predecessor_is_still_there_loses_no_restart(clock: Simpl
 
 
 @pytest.mark.parametrize(
-    ("orders", "expected"),
+    ("knows", "orders", "expected"),
     [
-        (Orders("a:1", "", False), Ended(3, "its last words")),
-        (Orders("b:1", "", False), None),
-        (Orders("a:1", "", True), Ended(0)),
+        ("a:1", Orders("a:1", "", False), Ended(3, "its last words")),
+        ("", Orders("a:1", "", False), Ended(3, "its last words")),
+        ("a:1", Orders("b:1", "", False), None),
+        ("a:1", Orders("a:1", "", True), Ended(0)),
     ],
-    ids=["ends", "the server has moved", "leaves"],
+    ids=["ends", "learns the first address", "the server has moved", "leaves"],
 )
 def test_a_child_runs_until_it_ends_its_server_moves_or_it_is_to_leave(
-    monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, orders: Orders, expected: Ended | None
+    monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, knows: str, orders: Orders, expected: Ended | None
 ) -> None:
     worker, did = worker_of(1), list[object]()
     child = SimpleNamespace(returncode=3, left=2)
@@ -242,7 +246,7 @@ def test_a_child_runs_until_it_ends_its_server_moves_or_it_is_to_leave(
     monkeypatch.setattr(worker, "_start", lambda: child)
     monkeypatch.setattr(worker, "_use", lambda given: None)
     monkeypatch.setattr(worker, "_check_in", lambda: orders)
-    assert worker._run_once(Orders("a:1", "", False)) == expected
+    assert worker._run_once(Orders(knows, "", False)) == expected
     assert did == [child, "finishes"]
 
 
