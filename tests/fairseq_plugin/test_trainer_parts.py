@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 from fairseq.data import Dictionary
 from fairseq.data.iterators import EpochBatchIterator, GroupedEpochBatchIterator, StreamingEpochBatchIterator
 from fairseq.examples.truncated_bptt.truncated_bptt_lm_task import TruncatedBPTTLMConfig, TruncatedBPTTLMTask
+from fairseq.trainer import Trainer
 
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
+from fairseq_async.fairseq_plugin.local_sgd import LocalSGDTrainer
 from tests.helpers.contract.net import Net
 from tests.helpers.fairseq_trainers import HYBRID, LOCAL, Trainers, step
 from tests.helpers.stand_ins import Numbers
@@ -62,6 +65,23 @@ def test_parameters_that_are_changed_while_a_worker_saves_are_one_line(trainers:
     trainer.model.net.layers[0].weight.data.fill_(7)
     with pytest.raises(ConfigurationError, match="layers.0.weight is not as this worker took it from the server"):
         step(trainer)
+
+
+@pytest.mark.parametrize(
+    ("shard", "progress", "max_update", "updates"),
+    [(None, 4.7, 10, 3), (0, 4.7, 10, 4), (0, 9.9, 10, 9), (0, 25.0, 10, 9), (0, 25.0, 0, 25)],
+)
+def test_the_schedule_follows_the_shard_and_ends_before_the_runs_last_update(
+    monkeypatch: pytest.MonkeyPatch, shard: int | None, progress: float, max_update: int, updates: int
+) -> None:
+    """A schedule may have no rate for an update at or behind the end."""
+    seen: list[int] = []
+    monkeypatch.setattr(Trainer, "lr_step_update", lambda trainer: seen.append(trainer._num_updates))
+    trainer: Any = LocalSGDTrainer.__new__(LocalSGDTrainer)
+    trainer._worker, trainer._num_updates = SimpleNamespace(shard=shard, progress=progress), 3
+    trainer.cfg = SimpleNamespace(optimization=SimpleNamespace(max_update=max_update))
+    trainer.lr_step_update()
+    assert seen == [updates] and trainer._num_updates == 3
 
 
 @pytest.mark.parametrize("method", [LOCAL, ADASCALE])

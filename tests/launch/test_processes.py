@@ -6,6 +6,7 @@ import subprocess
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -16,7 +17,7 @@ from fairseq_async.errors import LOST_SERVER, USER_ERROR
 from fairseq_async.launch.command.programs import of_ranks
 from fairseq_async.launch.command.script import ScriptCommand
 from fairseq_async.launch.launcher import Launcher
-from fairseq_async.launch.processes import Processes, RunFailedError, Worker
+from fairseq_async.launch.processes import Processes, RunFailedError, Worker, failure
 from fairseq_async.worker.start.rendezvous import Rendezvous, ServerRequest
 from tests.helpers.waiting import wait_until
 
@@ -129,6 +130,24 @@ def test_the_logs_of_a_script_go_to_the_directory_that_its_worker_0_names(
     launcher._start_server_of_script(rendezvous)
     assert [worker.log.parents[1].name for worker in launcher.processes.workers] == ["run", "run"]
     assert all(worker.log.exists() for worker in launcher.processes.workers) and rendezvous.wait() == "127.0.0.1:7"
+
+
+@pytest.mark.parametrize(
+    ("begun", "code", "did", "text"),
+    [
+        (False, USER_ERROR, ["ends", "removes, logs: True"], "worker 1 ended"),
+        (False, 1, ["ends", "removes, logs: False"], "worker 1 ended (log: the log)"),
+        (True, USER_ERROR, [], "worker 1 ended (log: the log)"),
+        (True, 1, [], "worker 1 ended (log: the log)"),
+    ],
+)
+def test_files_and_the_log_are_left_where_they_may_say_more_than_the_error(
+    begun: bool, code: int, did: list[str], text: str
+) -> None:
+    done = list[str]()
+    created: Any = SimpleNamespace(remove=lambda logs: done.append(f"removes, logs: {logs}"))
+    error = failure("worker 1 ended", code, Path("the log"), begun, lambda: done.append("ends"), created)
+    assert (done, str(error), error.code) == (did, text, code)
 
 
 def ended(*workers: Worker, code: int | None) -> None:

@@ -168,6 +168,22 @@ def test_worker_0_evaluates_with_the_servers_statistics_and_goes_on_with_its_own
     workers(1, local_sgd_main.build).run(train)
 
 
+def test_of_the_ranks_that_share_a_slot_one_writes_its_statistics() -> None:
+    net, options = nn.BatchNorm1d(2), LocalSGDOptions(buffers="average")
+    named = list(net.named_parameters())
+    one, other = (with_buffers(TensorReplica(named, first), net, options, first) for first in (True, False))
+    slot = torch.full((one.layout.size,), 5.0)
+    other.subtract(slot)
+    other.read(slot, shared=True)
+    assert slot[4:].tolist() == [5.0] * 4, "it has written none"
+    one.subtract(slot)
+    assert slot[4:].tolist() == [0.0, 0.0, -1.0, -1.0]
+    one.read(slot, shared=True)
+    assert slot.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+    other.read(slot.fill_(5.0))
+    assert slot.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0], "of its own it reads all"
+
+
 def test_an_evaluation_that_changes_a_parameter_leaves_the_statistics_the_workers_own() -> None:
     """A forward pass of the evaluation has changed them too."""
     net = model()

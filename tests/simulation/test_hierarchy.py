@@ -1,12 +1,14 @@
 """Servers of regions under a global one (HALoS): in simulated runs of a second."""
 
 import io
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.protocol import Receipt, Report
@@ -14,7 +16,7 @@ from fairseq_async.simulation.hierarchy import Hierarchy, OrderOfRegion, simulat
 from fairseq_async.simulation.problems.gaussians import Gaussians
 from fairseq_async.simulation.simulated_run import SimulatedRun
 from fairseq_async.simulation.trial import Trial
-from fairseq_async.simulation.workers import SharedModel
+from fairseq_async.simulation.workers import LogicalWorker, SharedModel
 from fairseq_async.worker.shards import ShardOrder, shard_sizes
 from scripts.faults.digest import digest
 from tests.helpers.references import HALoS64
@@ -45,6 +47,21 @@ def finish(run: SimulatedRun) -> Tensor:
         pass
     assert run.finished
     return run.parameters
+
+
+def test_each_step_of_each_worker_of_all_regions_has_random_numbers_of_its_own() -> None:
+    problem: Any = SimpleNamespace(
+        model=nn.Linear(1, 1), batch=lambda indices: None, loss=lambda batch: (torch.rand(()), 1.0)
+    )
+    model = SharedModel(problem, 1, ShardOrder([4], 3), 3)
+
+    def drawn(number: int, sequence: int, step: int) -> float:
+        worker = LogicalWorker(id=0, delta=torch.empty(0), number=number, sequence=sequence)
+        return float(model._loss(worker, 0, 0, step)[0])
+
+    cases = list(product(range(3), repeat=3))
+    values = [drawn(*case) for case in cases]
+    assert len(set(values)) == len(cases) and values == [drawn(*case) for case in cases]
 
 
 def test_one_region_is_the_single_server_to_the_bit(tmp_path: Path) -> None:

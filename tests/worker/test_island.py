@@ -1,6 +1,7 @@
 """Ranks of an island take parameters of one version."""
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -37,3 +38,19 @@ def test_ranks_copy_what_is_published_or_all_the_same_from_the_slot_where_the_se
         assert other.pull(lambda flat: taken.append(flat.clone())) == version
     assert [cast(list[float], each.tolist()) for each in (taken[0], taken[-1])] == [[1.0, 1.0], [2.0, 2.0]]
     memory.close()
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_slot_that_goes_over_the_network_is_the_only_one_of_memory_of_this_machine(remote: bool) -> None:
+    shared = None if remote else SharedMemory.create(2, 3, publishes=False)
+    client: Any = SimpleNamespace(memory=SimpleNamespace(shared=shared, remote=remote), worker=2)
+    client.share = partial(setattr, client.memory, "shared")
+    if shared is not None:
+        shared.allocate_slot(2)
+    ranks = [IslandClient(None, WorkerContext(rank=rank, island_size=3)) for rank in (1, 2)]
+    for other in ranks:
+        other._size = 2
+        other._attach_slot(_share_slot(client, 2))
+    ranks[0].slot.fill_(7.0)
+    assert ranks[1].slot.tolist() == client.memory.shared.slot(0 if remote else 2).tolist() == [7.0, 7.0]
+    client.memory.shared.close()

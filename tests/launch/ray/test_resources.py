@@ -76,7 +76,7 @@ def test_a_worker_learns_from_the_registry_where_the_server_is() -> None:
     registry.record_server(NodeAddress("a", 7))
     assert registry.check_in(1, "b", "second", None).address == "a:7"
     again = registry.check_in(0, "c", "third", ServerRequest("a.server", "/other"))
-    assert again.run_dir == "/run" and registry.state().node == "first", "the server's node is that of the first request"
+    assert again.run_dir == "/run" and registry.state().node == "first", "where the server is"
     assert not again.leaves
     registry.end()
     assert all(registry.check_in(worker, "a", "first", None).leaves for worker in (0, 1))
