@@ -76,8 +76,8 @@ def _misfit(run: Run, state: State) -> str:
     spec = MethodSpec.from_json(state["spec"])
     if difference := Layout.from_json(state["layout"]).difference(run.layout):
         return f"another model: {difference}"
-    if spec.workers != run.spec.workers:
-        return f"{spec.workers} workers, this run has {run.spec.workers}"
+    if spec.workers != run.spec.workers and any(state["positions"].values()):
+        return f"{spec.workers} workers, each at its place in its part of the data; this run has {run.spec.workers}"
     if state["method"] != run.spec.name:
         return str(state["method"])
     before, now = state.get("inner_optimizer"), inner_optimizer(run.spec)

@@ -78,12 +78,12 @@ def begin(
     return process, client
 
 
-def interrupted_after(run_dir: Path, updates: int, save_at: int, state: Path | None = None) -> None:
+def interrupted_after(run_dir: Path, updates: int, save_at: int, state: Path | None = None, **report: object) -> None:
     """Updates from 1.0 or a state; the state is saved, as for a checkpoint, after some of them."""
     process, client = begin(run_dir, 1.0, state)
     before = pull(client)[0]
     for sequence in range(before, before + updates):
-        push(client, sequence, 0.5)
+        push(client, sequence, 0.5, **report)
         if sequence + 1 == save_at:
             client.save_state(str(run_dir.parent / "saved.pt"))
     process.end(30)
@@ -147,16 +147,31 @@ def test_a_server_that_dies_before_worker_0_has_come_leaves_the_snapshot_of_the_
         process.stop()
 
 
-def test_a_snapshot_of_another_number_of_workers_is_set_aside(tmp_path: Path) -> None:
+def test_places_in_the_data_of_another_number_of_workers_are_set_aside(tmp_path: Path) -> None:
     interrupted_after(tmp_path / "run", 4, save_at=0)
     process, client = begin(tmp_path / "run", 9.0, workers=3)
     try:
         assert pull(client) == (0, 9.0)
         (aside,) = (tmp_path / "run" / "snapshots").glob("*.other")
         said = (tmp_path / "run" / "server.log").read_text()
-        assert f"{aside.stem}.pt is set aside as .other: it is of 2 workers, this run has 3" in said
+        assert f"{aside.stem}.pt is set aside as .other: it is of 2 workers, each at its place" in said
     finally:
         process.stop()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_another_number_of_workers_goes_on_where_no_places_in_the_data_were_kept(tmp_path: Path, workers: int) -> None:
+    """As in scripts, which divide their data themselves."""
+    interrupted_after(tmp_path / "run", 4, save_at=0, position=None)
+    process, client = begin(tmp_path / "run", 9.0, workers=workers)
+    try:
+        version, value = pull(client)
+        assert version == 4
+        push(client, 4, 0.5, position=None)
+        assert pull(client) == (5, pytest.approx(value - 0.5))
+    finally:
+        process.stop()
+    assert audit(tmp_path / "run").rolled_back.total() == 0
 
 
 def test_a_run_that_begins_anew_keeps_the_interrupted_ones_last_and_highest_state(tmp_path: Path) -> None:
