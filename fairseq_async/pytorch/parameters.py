@@ -213,10 +213,12 @@ def check_exchanged(
     Raises:
         ConfigurationError: a parameter of the model or of an optimizer has one.
     """
-    groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     for parameter in chain((each for each in model.parameters() if each.requires_grad), *groups):
         if parameter.grad is not None and id(parameter) not in exchanged:
             name = next((name for name, each in model.named_parameters() if each is parameter), "")
+            if any(each is parameter for each in chain(*groups)):
+                remedy = "give it to the optimizer, trainable, before the run begins, and freeze it then until its time"
             raise ConfigurationError(
                 f"{name or f'a parameter of shape {tuple(parameter.shape)}'} has a gradient and is not exchanged: it "
                 f"was in no optimizer of the run, frozen, or not there when the run began; {remedy}, or freeze it with "

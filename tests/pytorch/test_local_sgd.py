@@ -350,7 +350,8 @@ def test_a_parameter_that_is_added_later_on_is_one_line(
 
     workers(1, local_sgd_main.build).run(train)
     name = "a parameter of shape (1,)" if late == "of no model" else "1.weight"
-    assert f"{name} has a gradient and is not exchanged" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{name} has a gradient and is not exchanged" in said and "to the optimizer, trainable, before the" in said
 
 
 class Quantised(nn.Linear):

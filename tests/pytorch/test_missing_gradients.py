@@ -76,6 +76,27 @@ def test_zeros_that_the_loop_makes_of_gradients_count(workers: Start) -> None:
     assert not torch.equal(expected, plain(OPTIMIZERS["AdamW"], 1))
 
 
+def test_a_layer_that_is_frozen_in_the_block_trains_from_when_it_is_unfrozen(workers: Start) -> None:
+    def train(model: Switched, optimizer: Optimizer) -> Tensor:
+        for step in range(len(USED)):
+            model.body.requires_grad_(step > 3)
+            optimizer.zero_grad()
+            model.loss(0, step).backward()
+            optimizer.step()
+        return flat(model)
+
+    def asynchronous(worker: int) -> Tensor:
+        model = Switched()
+        optimizer = OPTIMIZERS["AdamW"](model)
+        with HybridAsync(model, optimizer, updates_per_step=1):
+            return train(model, optimizer)
+
+    model = Switched()
+    expected = train(model, OPTIMIZERS["AdamW"](model))
+    assert torch.equal(*workers(1, gradient_main.build).run(asynchronous), expected)
+    assert not torch.equal(expected, plain(OPTIMIZERS["AdamW"], 1))
+
+
 def plain(make: Callable[[nn.Module], Optimizer], workers: int) -> Tensor:
     """The mean of the workers' gradients; None where all are None."""
     model = Switched()
