@@ -319,18 +319,26 @@ def test_a_users_mistake_is_one_line(refused: Callable[..., str], flags: list[st
     assert message in refused(*HYBRID, *world, *flags)
 
 
+OTHER_MODEL = """
+import os
+import torch
+from fairseq_async.torch import HybridAsync
+model = torch.nn.Linear(8, 1 + int(os.environ["FAIRSEQ_ASYNC_WORKER"]))
+with HybridAsync(model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=10**6) as worker:
+    while not worker.finished:
+        model(torch.ones(8)).sum().backward()
+        worker.optimizers[0].step()
+"""
+
+
 def test_a_worker_with_another_model_is_named_with_the_first_difference(
-    processes: Processes, data: Path, tmp_path: Path
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command is a script that gives worker 1 a larger model."""
-    script = tmp_path / "train.sh"
-    larger = '[ $FAIRSEQ_ASYNC_WORKER = 1 ] && set -- "$@" --encoder-ffn-embed-dim 96'
-    script.write_text(f'#!/bin/sh\n{larger}\nexec {command("fairseq-train")} "$@"\n')
-    script.chmod(0o755)
-    line = [script if word == "fairseq-train" else word for word in launch_command(data, 2, tmp_path / "run")]
-    code, output = processes.run([*line, "--max-update", 5])
-    assert code == 2 and re.search(r"worker [01] has another model than the others", output)
-    assert "encoder.layers.0.fc1.weight is " in output and "96x32" in output and "64x32" in output
+    (tmp_path / "train.py").write_text(OTHER_MODEL)
+    monkeypatch.chdir(tmp_path)
+    code, output = processes.run([command("fairseq-async"), "launch", "--workers", 2, "--", "python", "train.py"])
+    assert code == 2 and re.search(r"worker [01] has another model than the others: its weight is ", output)
+    assert "2x8" in output and "1x8" in output and "Traceback" not in output
 
 
 def test_a_port_in_use_is_said(launch: Launch, tmp_path: Path) -> None:
