@@ -146,6 +146,27 @@ def test_micro_batches_that_are_left_at_the_end_are_sent_where_they_complete_an_
     assert did == [rest] * (sends and not for_all and not finished) + [f"ends {for_all}"]
 
 
+def test_a_step_of_the_micro_batches_that_are_left_has_their_mean_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loss was divided by six, and two have come."""
+    engine, did = cast(Any, HybridEngine.__new__(HybridEngine)), list[object]()
+    nn.Module.__init__(engine)
+    weight = Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([1.0, -2.0])
+    engine._share, engine._first, engine._passes, engine.trained, engine.micro_steps = 6, 10, 2, 30, 12
+    engine.async_worker, engine.spec = SimpleNamespace(micro_batches=6), SimpleNamespace(micro_batches=4)
+    monkeypatch.setattr("fairseq_async.deepspeed_plugin.engines.hybrid.trainable", lambda _: [("weight", weight)])
+    monkeypatch.setattr(HybridEngine, "allreduce_gradients", lambda engine: did.append(weight.grad.tolist()))
+
+    def step(engine: Any, lr_kwargs: object) -> None:
+        did.append((engine._share, engine.async_worker.micro_batches))
+        engine.async_worker.micro_batches = 5  # the next share
+
+    monkeypatch.setattr(HybridEngine, "_take_model_step", step)
+    engine._step_with(2)
+    assert did == [[3.0, -6.0], (2, 2)], "ranks add up what is scaled"
+    assert (engine._share, engine._first, engine._passes, engine.trained) == (5, 12, 0, 32)
+
+
 class Saving:
     """Of a worker: what its engine asks of it to save and to load."""
 

@@ -124,6 +124,16 @@ def test_a_message_in_the_same_record_as_the_end_of_a_tensor_is_not_forgotten(pa
     assert got == [b"a"] and server.has_message and server.messages() == [b"b"]
 
 
+def test_a_peer_that_ends_amid_a_tensor_has_closed_the_connection(pair: tuple[Channel, Channel]) -> None:
+    worker, server = pair
+    server.room = torch.zeros(100)
+    worker.connection.sendall(struct.pack("!IQ", 1, 400) + b"a" + bytes(100))
+    wait_until(lambda: server.messages() == [] and server._stream.missing.nbytes == 300)
+    worker.end()
+    with pytest.raises(ExchangeError, match="closed"):
+        wait_until(server.messages)
+
+
 def test_a_side_that_waits_for_messages_waits_as_before_after_a_look_at_what_is_there(
     pair: tuple[Channel, Channel],
 ) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from fairseq_async.export import Format, export
 from tests.helpers.commands import HELPERS, Processes, command
@@ -127,6 +129,19 @@ def test_a_trainer_is_one_of_all_ranks_only_while_it_makes_the_loader_of_its_tra
         assert (vars(state), loading.dispatch_batches) == ({"num_processes": 6, "process_index": 4}, False)
         raise KeyError
     assert (vars(state), loading.dispatch_batches) == ({"num_processes": 1, "process_index": 0}, True)
+
+
+def test_a_loader_draws_all_data_if_its_set_is_the_whole_one_and_its_sampler_leaves_nothing_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another data set, of whatever length, may be this worker's own."""
+    monkeypatch.setitem(sys.modules, "torchaudio", None)
+    divided: Any = import_module("fairseq_async.pytorch.divided")
+    data, load = list(range(8)), DataLoader[int]
+    part: Any = DistributedSampler(data, num_replicas=2, rank=1)  # type: ignore[arg-type]
+    others = [load(data, sampler=part), load(data[::2]), load(data[::-1]), SimpleNamespace(dataset=data)]  # type: ignore
+    assert divided._draws_all(load(data), data)  # type: ignore[arg-type]
+    assert not any(divided._draws_all(each, data) for each in others)
 
 
 def test_a_torchaudio_that_cannot_be_loaded_is_hidden_from_transformers(
