@@ -8,7 +8,7 @@ import torch
 from tests.helpers.commands import HELPERS, Processes, train_alone
 from tests.helpers.run_files import load, relative_differences
 
-COMMON = ["--user-dir", HELPERS / "muon_alone", "--lr", 0.01, "--dropout", 0, "--clip-norm", 0, "--max-update", 12]
+COMMON = ["--user-dir", HELPERS / "muon_alone", "--lr", 0.01, "--dropout", 0, "--clip-norm", 0, "--max-update", 8]
 INNER = ["--inner-optimizer", "muon", *COMMON]
 JOBS: dict[str, list[object]] = {
     "plain": ["--optimizer", "muon", *COMMON],

@@ -164,7 +164,7 @@ def test_max_epoch_counts_the_passes_of_all_workers_together(launch: Launch, tmp
 def test_half_precision_models_have_fp32_masters_in_the_server(alone: Alone, tmp_path: Path) -> None:
     precisions = {"bf16": [], "fp16": ["--fp16-init-scale", "4"], "memory_efficient_fp16": []}
     jobs = {name: [*OURS, f"--{name.replace('_', '-')}", *more] for name, more in precisions.items()}
-    for name, (code, output) in alone(**{name: [*flags, "--max-update", 60] for name, flags in jobs.items()}).items():
+    for name, (code, output) in alone(**{name: [*flags, "--max-update", 40] for name, flags in jobs.items()}).items():
         assert code == 0, output
         losses = [event["loss"] for event in events(tmp_path / name)]
         assert sum(losses[-10:]) < sum(losses[:10]) - 1.4, name
