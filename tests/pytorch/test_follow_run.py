@@ -31,7 +31,7 @@ def flow_of(following: Any, worker: object, did: list[str], **given: Any) -> Any
     ("loader", "is_part", "max_steps", "total", "planned", "epochs"),
     [
         ([0], False, -1, 0, (4, 100, 120, 16, 9, 12), 3),
-        ([0], False, -1, 14, (4, 100, 140, 16, 9, 14), 4),
+        ([0], False, 0, 14, (4, 100, 140, 16, 9, 14), 4),
         ([0], True, -1, 0, (4, 100, 240, 16, 9, 12), 3),
         ([0], False, 12, 6, (4, 100, 120, 16, 9, 6), 2),
         (iter([0]), False, -1, 14, (4, 100, 140, 16, 9, 14), 7),
@@ -99,6 +99,10 @@ def test_a_trainers_loss_in_the_log_is_the_mean_of_its_own_steps(following: Any)
     trainer.control.should_training_stop = True
     trainer._maybe_log_save_evaluate()
     assert trainer._tr_loss == 6.0, "no step of its own has come since"
+    worker.run_progress, trainer.control.should_log = 13.0, False
+    flow.on_step_end(trainer.args, trainer.state, trainer.control)
+    trainer._maybe_log_save_evaluate()
+    assert trainer._tr_loss == 6.0 * 4, "the last one's is logged where the training stops"
 
 
 def test_a_gradient_weighs_as_many_tokens_as_the_trainer_has_counted(following: Any) -> None:
