@@ -87,6 +87,7 @@ class MethodSpec:
         look_ahead: versions ahead at which workers start; 0 for none, None for as many as their updates are stale.
         quorum: number of updates at which the grace period of a round begins; all updates of the round are one step of
             the rule. 0 where the rule decides which updates are a step.
+        counts_in_rounds: whether updates that are applied together count as 0, 1, 2, … stale in the staleness weights.
         waits_for_dead: whether a round waits ``worker_timeout`` also for a worker whose connection has closed.
         publishes: whether the server publishes parameters in shared memory, where workers read them at any time.
         last_version: the run ends at this version of the parameters; None for no such limit.
@@ -110,6 +111,7 @@ class MethodSpec:
     grace_share: float = GRACE_SHARE
     look_ahead: float | None = 0.0
     quorum: int = 0
+    counts_in_rounds: bool = False  # the value of older recordings, which do not have this field
     waits_for_dead: bool = True
     publishes: bool = True
     last_version: int | None = None
@@ -231,8 +233,9 @@ class MethodSpec:
 
     @classmethod
     def from_json(cls, given: JsonObject) -> "MethodSpec":
-        """Reads a description from ``run.json`` or a snapshot."""
-        return _adapter().validate_json(json.dumps(given))  # as JSON: from Python, strict mode wants a MethodSpec
+        """Reads a description from ``run.json`` or a snapshot; in version 0.1 these had all options at one level."""
+        current = _renamed(given if "options" in given else _from_version_0_1(dict(given)))
+        return _adapter().validate_json(json.dumps(current))  # as JSON: from Python, strict mode wants a MethodSpec
 
 
 def hybrid_spec(
@@ -304,11 +307,12 @@ def local_sgd_spec(
         barrier=workers if waits else 0,
         grace_period=grace_period or 0.0 if quorum else grace_period,
         quorum=quorum,
+        counts_in_rounds=waits,
         waits_for_dead=False,
         publishes=False,
         max_epoch=max_epoch,
         shards=list(shards),
-        **{name: filled[name] for name in _STALENESS if name in filled},
+        **{name: filled[name] for name in _STALENESS.values() if name in filled},
     )
 
 
@@ -343,4 +347,36 @@ def _adapter() -> TypeAdapter[MethodSpec]:
 
 
 OPTIMIZER_OVERRIDES = "optimizer_overrides"  # key of ``framework``: options that replace those of a saved optimizer
-_STALENESS = ("staleness_power", "staleness_limit", "delay_compensation")
+_FRAMEWORK = ("inner_optimizer", "lr_scheduler", "clip_norm", "update_freq", "synchronous", "optimizer", "scheduler")
+_REMOVED = ("snapshot_updates", "server_threads", "gradient_rule")  # in descriptions of before
+_RENAMED = {"grace": "grace_period", "grace_seconds": "grace_period"}
+_STALENESS = {"power": "staleness_power", "limit": "staleness_limit", "compensation": "delay_compensation"}
+
+
+def _renamed(given: JsonObject) -> JsonObject:
+    """Returns a description of before with the names that its fields and options have now, without what is gone."""
+    spec = {_RENAMED.get(key, key): value for key, value in given.items()}
+    for level in ("options", "server"):
+        if isinstance(found := spec.get(level), dict):
+            spec[level] = {key: value for key, value in found.items() if key not in _REMOVED}
+    options = spec["options"]
+    if spec["method"] == "local_sgd" and isinstance(options, dict):
+        if "look_ahead" in options:
+            options["start_ahead"] = options.pop("look_ahead")
+        if "buffer_size" in options and options.get("outer") == "buffered_nesterov":
+            options["delay"] = options["buffer_size"]
+    return spec
+
+
+def _from_version_0_1(flat: JsonObject) -> JsonObject:
+    staleness = flat.pop("lateness", {})
+    assert isinstance(staleness, dict)
+    known = {each.name for each in fields(MethodSpec)}
+    spec: JsonObject = {_STALENESS[key]: value for key, value in staleness.items()}
+    both = {key: flat[key] for key in (*_STALENESS.values(), "grace_period") if key in flat}  # spec and options
+    spec["server"] = {key: flat.pop(key) for key in _SERVER if key in flat}
+    spec["framework"] = {key: flat.pop(key) for key in _FRAMEWORK if key in flat}
+    for key in list(flat):
+        if _RENAMED.get(key, key) in known and not (key == "max_epoch" and flat[key] is None):
+            spec[_RENAMED.get(key, key)] = flat.pop(key)
+    return spec | {"options": {"method": spec["method"], **both, **flat}}

@@ -26,7 +26,7 @@ class RunDescription(BaseModel):
 
     Attributes:
         workers: how many workers the run was started with; None where the file does not say.
-        method: the JSON of a :class:`~fairseq_async.method.spec.MethodSpec`, whole or in part.
+        method: the JSON of a :class:`~fairseq_async.method.spec.MethodSpec`, of this version or an older one.
         tensors: the JSON of a :class:`~fairseq_async.protocol.layout.Layout`.
         simulated: the trial of a simulation; None for a real run.
     """

@@ -4,9 +4,9 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Generic, Literal, TypeVar
+from typing import Annotated, BinaryIO, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import AliasChoices, BaseModel, Field, TypeAdapter, ValidationError
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method.spec import JsonObject
@@ -93,7 +93,8 @@ class Event:
     missing: str | None = None
     first_batch: str | None = None
     progress: float | None = None
-    progress_per_step: float | None = None
+    # The second name is the one in files of the first edition.
+    progress_per_step: Annotated[float | None, Field(validation_alias=AliasChoices("progress_per_step", "pace"))] = None
     bytes_sent: int | None = None
     bytes_received: int | None = None
     residual_norm: float | None = None
@@ -101,7 +102,9 @@ class Event:
     start_payload: str | None = None
     checksum: str | None = None
     merged: tuple[int, ...] = ()
-    control_events: tuple[ControlEvent, ...] = ()
+    control_events: Annotated[
+        tuple[ControlEvent, ...], Field(validation_alias=AliasChoices("control_events", "told"))
+    ] = ()
 
     @staticmethod
     def from_json(line: bytes) -> "Event":

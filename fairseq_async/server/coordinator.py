@@ -378,6 +378,7 @@ def build_server(spec: MethodSpec, rule: Rule, parameters: Tensor) -> ParameterS
         staleness=StalenessPolicy(spec.staleness_power, spec.staleness_limit, spec.delay_compensation),
         gate=NormGate(spec.server.max_update_norm_ratio),
         keeps_last_step=spec.look_ahead != 0.0,
+        counts_in_rounds=spec.counts_in_rounds,
     )
 
 

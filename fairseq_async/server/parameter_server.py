@@ -37,11 +37,13 @@ class ParameterServer:
         rule: decides what an update does to the parameters.
         holds: hold the updates until :meth:`complete_round` applies them; otherwise each is applied at once.
         last_version: the run is finished when this version is reached; None for no end.
-        staleness: decides how a stale update is weighed. Updates of a round from one version are 0, 1, 2, … stale, in
-            the order in which they are applied; the receipt has the staleness at arrival.
+        staleness: decides how a stale update is weighed.
         gate: decides which norms are accepted.
         keeps_last_step: keep the parameters before the last step, from which :meth:`write_ahead` looks ahead; this
             takes one more copy.
+        counts_in_rounds: where staleness is weighed, count an update's staleness when its turn in the round comes:
+            updates from one version are then 0, 1, 2, … stale, in the order in which they are applied. Otherwise it is
+            counted at the update's arrival. The receipt always has the staleness at arrival.
 
     Attributes:
         sequences: the sequence number of each worker's last settled update.
@@ -60,6 +62,7 @@ class ParameterServer:
         staleness: StalenessPolicy | None = None,
         gate: NormGate | None = None,
         keeps_last_step: bool = False,
+        counts_in_rounds: bool = False,
     ) -> None:
         self.parameters = parameters
         self.rule = rule
@@ -73,6 +76,7 @@ class ParameterServer:
         self.rejected: dict[int, int] = {}
         self.started_from: dict[int, Parameters] = {}
         self.before_last_step = parameters.clone() if keeps_last_step else None
+        self.counts_in_rounds = counts_in_rounds
         self._changed_at = [0] * (len(rule.fragments) if isinstance(rule, FragmentedRule) else 0)
         self._held: dict[int, tuple[Update, Receipt]] = {}
         self._restarted = False
@@ -302,7 +306,8 @@ class ParameterServer:
             cosine = rule.cosine(update, receipt.norm)
         else:
             cosine = cosine_of(update.delta, receipt.norm, rule.momentum_buffer)
-        worth = self.staleness.adjusted(update, self.version - update.base_version, parameters, self._start_of(update))
+        staleness = self.version - update.base_version if self.counts_in_rounds else receipt.staleness
+        worth = self.staleness.adjusted(update, staleness, parameters, self._start_of(update))
         if isinstance(rule, WorkerBuffers):
             rule.store_buffers(parameters, update)
         if changes and self.before_last_step is not None:

@@ -3,7 +3,7 @@
 import json
 import math
 from argparse import ArgumentParser
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from itertools import combinations
 from typing import Any
 
@@ -32,7 +32,7 @@ from fairseq_async.options.config import (
 from fairseq_async.pytorch.options import parse_options
 from scripts import option_tables
 
-OUTER = st.sampled_from(["diloco", "nesterov", "buffered_nesterov", "delayed_nesterov", "sgd"])
+OUTER = st.sampled_from(["diloco", "nesterov", "buffered_nesterov", "delayed_nesterov", "sgd"])  # of version 0.1
 SERVERS = st.builds(
     ServerOptions,
     worker_timeout=st.floats(0.1, 100),
@@ -78,16 +78,69 @@ def hybrid(draw: st.DrawFn) -> MethodSpec:
     return hybrid_spec(options, workers, draw(SERVERS), framework, last, draw(st.integers(0, 3)))
 
 
+# version 0.1 did not have them
+_LATER = ("closes_early", "grace_share", "look_ahead", "whole_steps", "quorum", "counts_in_rounds", "micro_batches")
+
+
+def as_version_0_1(spec: MethodSpec) -> dict[str, Any]:
+    """What version 0.1 wrote of a method: all options at one level."""
+    shown = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    short = {"power": "staleness_power", "limit": "staleness_limit", "compensation": "delay_compensation"}
+    staleness = {key: shown.pop(name) for key, name in short.items()}
+    options = {key: value for key, value in shown.pop("options").items() if key not in _LATER}
+    levels = options | asdict(shown.pop("server")) | shown.pop("framework")
+    if spec.method == "hybrid_async":
+        unused = {"grace_period", "waits_for_dead", "publishes", "shards", *_LATER}
+        return {key: value for key, value in shown.items() if key not in unused} | levels
+    for name in ("last_version", *_LATER):
+        del shown[name]
+    return shown | {"grace": shown.pop("grace_period"), "lateness": staleness} | levels
+
+
 @given(st.one_of(local_sgd(), hybrid()))
-def test_a_description_is_read_back(spec: MethodSpec) -> None:
-    assert MethodSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+def test_a_description_is_read_back_from_both_formats(spec: MethodSpec) -> None:
+    now, then = json.loads(json.dumps(spec.to_json())), json.loads(json.dumps(as_version_0_1(spec)))
+    assert "options" in now and "options" not in then
+    assert MethodSpec.from_json(now) == spec
+    old = {key: value for key, value in spec.options.items() if key in MethodSpec.from_json(then).options}
+    assert MethodSpec.from_json(then) == replace(spec, options=old, counts_in_rounds=False)
+    assert set(spec.options) - set(old) <= {"look_ahead", "micro_batches"}
 
 
 @given(local_sgd())
 def test_the_server_reads_the_options_that_its_workers_sent(spec: MethodSpec) -> None:
-    options = MethodSpec.from_json(spec.to_json()).local_sgd
+    options = MethodSpec.from_json(as_version_0_1(spec)).local_sgd
     assert type(options) is methods.outer_rule(str(spec.options["outer"])).options
     assert options.model_dump(exclude={"shards"}) == spec.options
+
+
+def test_a_description_of_version_0_1_has_the_options_of_every_rule() -> None:
+    """As the first edition wrote it for ``outer sgd``."""
+    flat: dict[str, Any] = {
+        "method": "local_sgd",
+        "outer": "sgd",
+        "local_steps": 4,
+        "outer_lr": 1.0,
+        "outer_momentum": 0.9,
+    }
+    flat |= {
+        "c": 0.0,
+        "delay": 2,
+        "buffer_size": 2,
+        "dynamic_local_steps": False,
+        "grace_period": None,
+        "overlap": False,
+    }
+    flat |= {"staleness_power": 0.0, "staleness_limit": None, "delay_compensation": 0.0, "total_steps": 8, "seed": 1}
+    flat |= {"workers": 2, "barrier": 0, "grace": None, "waits_for_dead": False, "publishes": False, "shards": [3, 4]}
+    flat |= {"lateness": {"power": 0.0, "limit": None, "compensation": 0.0}, "worker_timeout": 60.0}
+    spec = MethodSpec.from_json(flat)
+    assert spec.local_sgd == OuterSGDOptions(local_steps=4, outer_lr=1.0, total_steps=8)
+    assert spec.shards == [3, 4] and spec.server.worker_timeout == 60.0
+    options = OuterSGDOptions(local_steps=4, outer_lr=1.0, total_steps=8)
+    ours = as_version_0_1(local_sgd_spec(options, 2, [3, 4], None, {}))
+    assert {key: flat[key] for key in ours if key in flat} == {key: ours[key] for key in ours if key in flat}
+    assert set(flat) - set(ours) == {"outer_momentum", "c", "delay", "buffer_size"}, "of other rules"
 
 
 def test_steps_that_close_and_look_ahead_are_the_default_of_hybrid_and_a_barrier_has_neither() -> None:
@@ -321,6 +374,7 @@ def test_the_description_of_a_run_of_local_sgd_has_each_option_in_its_place() ->
         framework={"update_freq": [1]},
         barrier=3,
         grace_period=2.0,
+        counts_in_rounds=True,
         waits_for_dead=False,
         publishes=False,
         max_epoch=5,

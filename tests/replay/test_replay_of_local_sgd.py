@@ -1,5 +1,6 @@
 """Rules of local SGD that look ahead, or average a round: what a real server has recorded is repeated to the bit."""
 
+import json
 import random
 import socket
 import threading
@@ -244,3 +245,22 @@ def check_replay(directory: Path, spec: MethodSpec, host: str, work: Callable[[L
         versions = list(replay.steps())
     assert len(versions) == replay.compared >= 4
     assert torch.equal(replay.parameters, expected)
+
+
+def test_a_recording_that_says_nothing_of_it_weighs_a_round_as_it_was_weighed_then(tmp_path: Path) -> None:
+    """Before, the updates of a round were as stale as when they arrived, all of them."""
+    given = {"outer": "sgd", "outer_lr": 0.7, "grace_period": 60.0, "staleness_power": -0.5}
+    chosen = methods.parse(LocalSGDOptions, given, "test")
+    described = json.loads(json.dumps(local_sgd_spec(chosen, 2, [], ServerOptions(record=True), {}).to_json()))
+    del described["counts_in_rounds"], described["quorum"]
+    spec = MethodSpec.from_json(described)
+    live = Live(tmp_path, spec)
+    try:
+        in_rounds(live)
+        first = torch.arange(5.0) - 0.7 / 2 * (0.6 * torch.arange(5.0) - PULL.sum(0))
+    finally:
+        live.server.stop()
+    replay = Replay(Recording.read(tmp_path), LocalRun(spec))
+    steps = replay.steps()
+    assert next(steps) == 2 and torch.allclose(replay.parameters, first)
+    assert list(steps)[-1] == 8
