@@ -18,6 +18,7 @@ from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.rounds.shares import Shares
 from fairseq_async.simulation.schedule import LearningRate, make_optimizer, set_lr
 from fairseq_async.simulation.trial import Trial
+from scripts.bench.hybrid_steps import OneOrder
 from tests.helpers.simulations import Log, experiment, finish, run, trial
 
 EQUAL: dict[str, Any] = {"method": "hybrid_async", "micro_batches": 4}
@@ -152,6 +153,17 @@ def test_a_step_is_that_of_a_synchronous_run_with_the_same_micro_batches(tmp_pat
     assert simulated.version == 20
     expected = in_float64(simulated, log)
     torch.testing.assert_close(simulated.parameters.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_where_all_take_the_next_batches_of_one_order_the_run_is_the_synchronous_one(tmp_path: Path) -> None:
+    """Whatever the speeds: each step then has the samples of the synchronous run."""
+    same = {"optimizer": {"type": "sgd", "lr": 0.05, "momentum": 0.9}, **cluster(1.0, 3.0)}
+    ended = [
+        finish(trial(experiment(tmp_path, methods={"it": method}, **same), kind=OneOrder))
+        for method in (SHARES, EQUAL | BARRIER)
+    ]
+    torch.testing.assert_close(*ended, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(ended[0], run(tmp_path, SHARES, **same)[0].parameters, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("waits", [BARRIER, {}], ids=["barrier", "near arrivals"])
