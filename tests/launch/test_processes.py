@@ -19,7 +19,7 @@ from fairseq_async.launch.command.script import ScriptCommand
 from fairseq_async.launch.launcher import Launcher
 from fairseq_async.launch.processes import Processes, RunFailedError, Worker, failure
 from fairseq_async.worker.start.rendezvous import Rendezvous, ServerRequest
-from tests.helpers.waiting import wait_until
+from tests.helpers.waiting import group_has_ended, has_ended, wait_until
 
 
 def launcher_of(directory: Path, workers: int, *line: str, slowdown: tuple[float, ...] = ()) -> Launcher:
@@ -74,8 +74,7 @@ def test_a_rank_that_dies_takes_the_others_of_its_worker_with_it(script: str, co
     line, world = of_ranks(["sh", "-c", f"echo $$ >> {tmp_path}/ids; {script}"], 1, [1, 2])
     assert subprocess.run(line, timeout=60, env=os.environ | world).returncode == code
     for process in (tmp_path / "ids").read_text().split():
-        with pytest.raises(ProcessLookupError):
-            wait_until(lambda id=int(process): os.kill(id, 0), 5)  # type: ignore[misc]
+        wait_until(lambda id=int(process): has_ended(id), 5)  # type: ignore[misc]
 
 
 def test_each_rank_has_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +92,7 @@ def test_what_a_worker_has_left_in_its_group_dies_with_the_run_though_it_ignores
         wait_until(lambda worker=worker: worker.log.read_text() == "ready\n", 10)  # type: ignore[misc]
     launcher.processes.end()
     for worker in launcher.processes.workers:
-        with pytest.raises(ProcessLookupError):
-            wait_until(lambda worker=worker: os.killpg(worker.process.pid, 0), 5)  # type: ignore[misc]
+        wait_until(lambda worker=worker: group_has_ended(worker.process.pid), 5)  # type: ignore[misc]
 
 
 def test_logs_are_moved_though_one_worker_has_none_and_one_cannot_be_moved(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.helpers.server_client import (
     pull,
     push,
 )
-from tests.helpers.waiting import wait_until
+from tests.helpers.waiting import has_ended, wait_until
 
 
 def test_a_server_that_is_told_to_end_with_all_others_keeps_what_it_has(
@@ -42,7 +42,7 @@ def test_a_server_that_is_told_to_end_with_all_others_keeps_what_it_has(
         os.kill(process.pid, number)
         os.kill(standby := standby_of(server), number)
     push(first, 0, 0.125)
-    assert not is_a_zombie(standby)
+    assert not has_ended(standby)
     server.end()  # as when the process that has started it is gone
     assert server.process is process and process.returncode == 0
     assert snapshot_versions(tmp_path)[-1:] == [1]
@@ -111,7 +111,7 @@ def test_a_standby_ends_with_its_server(start_server: StartServer, how: str) -> 
         server._standby._ours.close()
     else:
         (server.end if how == "end" else server.stop)()
-    wait_until(lambda: not Path(f"/proc/{standby}/cmdline").exists() or is_a_zombie(standby), 30)
+    wait_until(lambda: has_ended(standby), 30)
 
 
 def test_a_server_and_its_standby_end_with_a_killed_starter_of_which_a_fork_lives_on(
@@ -134,7 +134,7 @@ def test_a_server_and_its_standby_end_with_a_killed_starter_of_which_a_fork_live
         os.kill(starter, signal.SIGKILL)
         os.waitpid(starter, 0)
         for each in processes:
-            wait_until(lambda each=each: not Path(f"/proc/{each}/cmdline").exists() or is_a_zombie(each), 30)
+            wait_until(lambda each=each: has_ended(each), 30)
     finally:
         os.kill(fork, signal.SIGKILL)
         os.close(reader)
@@ -151,7 +151,7 @@ def test_a_standby_that_is_stopped_holds_nobody_up_and_becomes_no_second_server(
     monkeypatch.setattr("fairseq_async.protocol.standby._ANSWER_SECONDS", 0.2)
     kill(server)
     assert push(first, 0, 0.5).status is Status.APPLIED and server.process.pid != standby
-    wait_until(lambda: is_a_zombie(standby))
+    wait_until(lambda: has_ended(standby))
 
 
 @pytest.mark.parametrize("succeed", [0, 1])
@@ -178,13 +178,6 @@ def test_a_server_that_was_a_standby_is_no_zombie_where_this_process_takes_over_
     assert Adopted(child, open(os.devnull, "wb")).wait(10) == -signal.SIGKILL
     with pytest.raises(ChildProcessError):
         os.waitpid(child, os.WNOHANG)
-
-
-def is_a_zombie(process: int) -> bool:
-    try:
-        return ") Z " in Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return True
 
 
 def test_a_server_that_is_killed_while_it_is_started_again_costs_one_restart_more(
