@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fairseq_async import protocol  # noqa: E402
 from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
 from fairseq_async.method.spec import JsonObject  # noqa: E402
+from fairseq_async.options.config import HybridOptions  # noqa: E402
 from fairseq_async.protocol import Receipt  # noqa: E402
 from fairseq_async.simulation import experiment as experiments  # noqa: E402
 from fairseq_async.simulation.experiment import Experiment, Method  # noqa: E402
@@ -257,6 +258,8 @@ def main(
         fail(error)
     if bleu and bench.experiment.head.problem["type"] != "fairseq_translation":
         fail(f"--bleu: {path} has no translations to score; leave it out")
+    if one_order and any(not isinstance(each.options, HybridOptions) for each in bench.experiment.methods):
+        fail(f"--one-order: {path} has methods with shards of the data; leave it out, or keep hybrid_async alone")
     (synchronous, *others), clusters = bench.experiment.methods, list(bench.experiment.clusters)
     numbers, tried = range(1, seeds + 1), [float(rate) for rate in rates.split(",")]
     bench.run_missing([(synchronous, clusters[0], seed, rate) for seed in numbers for rate in tried], processes)

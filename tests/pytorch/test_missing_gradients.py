@@ -56,24 +56,15 @@ def flat(model: nn.Module) -> Tensor:
 def test_zeros_that_the_loop_makes_of_gradients_count(workers: Start) -> None:
     """And what a loop accumulates over steps, as it does where it does not clear the gradients."""
 
-    def train(model: Switched, optimizer: Optimizer, steps: range) -> Tensor:
-        for step in steps:
+    def train(model: Switched, optimizer: Optimizer) -> Tensor:
+        for step in range(len(USED)):
             if step % 3:
                 optimizer.zero_grad(set_to_none=False)
             model.loss(0, step).backward()
             optimizer.step()
         return flat(model)
 
-    def asynchronous(worker: int) -> Tensor:
-        model = Switched()
-        optimizer = OPTIMIZERS["AdamW"](model)
-        with HybridAsync(model, optimizer, updates_per_step=1):
-            return train(model, optimizer, range(len(USED)))
-
-    model = Switched()
-    expected = train(model, OPTIMIZERS["AdamW"](model), range(len(USED)))
-    assert torch.equal(*workers(1, gradient_main.build).run(asynchronous), expected)
-    assert not torch.equal(expected, plain(OPTIMIZERS["AdamW"], 1))
+    check_one_worker_is_plain(workers, train)
 
 
 def test_a_layer_that_is_frozen_in_the_block_trains_from_when_it_is_unfrozen(workers: Start) -> None:
@@ -84,6 +75,12 @@ def test_a_layer_that_is_frozen_in_the_block_trains_from_when_it_is_unfrozen(wor
             model.loss(0, step).backward()
             optimizer.step()
         return flat(model)
+
+    check_one_worker_is_plain(workers, train)
+
+
+def check_one_worker_is_plain(workers: Start, train: Callable[[Switched, Optimizer], Tensor]) -> None:
+    """To the bit; and the loop is not the plain one of these tests, or it would show nothing."""
 
     def asynchronous(worker: int) -> Tensor:
         model = Switched()
