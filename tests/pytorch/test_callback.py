@@ -41,6 +41,7 @@ def test_a_checkpoint_is_where_the_script_says_if_it_says_where(
 def test_a_script_that_reads_the_number_of_workers_divides_the_data_itself(
     module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    callback_of(module, monkeypatch, worker=2)  # of a training before this one in the same process
     callback = callback_of(module, monkeypatch, worker=1)
     assert callback.worker == 1 and callback.place == (3, 1)
     own, handler = object(), SimpleNamespace(callbacks=[object(), callback])
