@@ -81,6 +81,7 @@ def test_a_header_that_lies_is_refused(codec: Codec) -> None:
         (AdaCompBins(4), 36, b"\x09", "ends in the middle"),
         (AdaCompBins(4), 36 + 4, b"\xf8\x07", "NaN or Inf"),
         (AdaCompBins(4), 36 + 4, b"\x00\x00", "NaN or Inf"),
+        (AdaCompBins(4), 36, struct.pack("<IHBBB", 1, 3, 3, 255, 2), "scale of a payload is 0"),
         (AdaCompBins(4), 36 + 6, b"\xff", "more or fewer bins"),
         (AdaCompBins(4), 36 + 8, b"\x00", "more or fewer bins"),
         (AdaCompBins(4), 36, struct.pack("<IH", 1, 5) + b"\xff\xff\x00", "more or fewer bins"),

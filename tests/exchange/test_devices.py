@@ -132,6 +132,10 @@ def test_masters_of_a_part_of_the_model_go_to_their_places(cuda: FakeCuda) -> No
     assert masters[0] is not None and masters[0][1].tolist() == [1.0, 2.0]
     assert low[0].tolist() == [0.0, 1.0, 2.0] and low[1].tolist() == [3.0, 4.0]
     assert cuda.to_memory == 2 and cuda.synchronisations == 0
+    low[0][0] = 9.0  # of another rank
+    assert replica.strayed() is None
+    low[0][1] = 9.0
+    assert replica.strayed() == "a"
 
 
 def test_a_fused_copy_takes_tensors_of_any_kind() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from fairseq_async.environment import SLOWDOWN, WORKER, WORKERS
 from fairseq_async.errors import LOST_SERVER, USER_ERROR
+from fairseq_async.launch import ranks
 from fairseq_async.launch.command.programs import of_ranks
 from fairseq_async.launch.command.script import ScriptCommand
 from fairseq_async.launch.launcher import Launcher
@@ -75,6 +76,17 @@ def test_a_rank_that_dies_takes_the_others_of_its_worker_with_it(script: str, co
     assert subprocess.run(line, timeout=60, env=os.environ | world).returncode == code
     for process in (tmp_path / "ids").read_text().split():
         wait_until(lambda id=int(process): has_ended(id), 5)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"), [((None, 1, 2, -9), 2), ((None, 1, -9, 0), -9), ((3, 1), 1), ((0, 0), 0), ((0, 0, 4), 0)]
+)
+def test_of_ranks_that_have_ended_together_a_mistake_is_what_the_worker_ends_with(
+    codes: tuple[int | None, ...], code: int
+) -> None:
+    """The others die of its end."""
+    ended: list[Any] = [SimpleNamespace(poll=lambda its=each: its) for each in codes]
+    assert ranks._wait(ended, None) == code
 
 
 def test_each_rank_has_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

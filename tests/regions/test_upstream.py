@@ -7,17 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from fairseq_async.algorithms.rule import State
+from fairseq_async.errors import ExchangeError
 from fairseq_async.method.global_server import parse_upstream
 from fairseq_async.method.spec import MOST_LOCAL_STEPS
 from fairseq_async.protocol import Receipt, Report, Status
 from fairseq_async.protocol.receipt import SETTLED
 from fairseq_async.records.events import Settled
+from fairseq_async.regions import upstream_link
 from fairseq_async.regions.global_main import GlobalService
 from fairseq_async.regions.regional_main import RegionalService
 from fairseq_async.regions.upstream import GlobalParameters, RegionLost, Upstream
+from fairseq_async.regions.upstream_link import UpstreamLink
 from fairseq_async.server.coordinator import Coordinator, build_coordinator
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.programs import local_sgd_main
@@ -275,3 +279,23 @@ def test_a_region_that_is_done_waits_for_the_global_server_as_long_as_for_a_work
     assert busy(30.0)
     service._has_left = True
     assert not busy(31.0) and len(told) == 1, "it has answered"
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_region_says_once_that_it_tries_again(monkeypatch: pytest.MonkeyPatch, patient: bool) -> None:
+    """It may do so for days."""
+    spec, told, pauses = region_spec("127.0.0.1:1,region=0"), list[str](), list[float]()
+    answers: Any = iter([ExchangeError("nobody"), ExchangeError("nobody")] * 4 + [("client", "welcome")])
+
+    def join(link: UpstreamLink, parameters: Tensor) -> Any:
+        if isinstance(answer := next(answers), ExchangeError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(UpstreamLink, "_join", join)
+    monkeypatch.setattr(upstream_link, "time", SimpleNamespace(sleep=pauses.append, monotonic=lambda: 0.0))
+    given = parse_upstream("127.0.0.1:1,region=0")
+    link = UpstreamLink(given, spec, LAYOUT, "", None, 0, told.append, lambda: None)
+    assert link._joined(torch.zeros(5), patient) == ("client", "welcome")
+    assert told == [f"nobody; this region {'goes on, and ' if patient else ''}tries again"]
+    assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0])

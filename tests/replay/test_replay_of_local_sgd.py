@@ -98,23 +98,26 @@ class LocalWorker:
 
     layout = LAYOUT
 
-    def __init__(self, worker: int) -> None:
-        self.worker, self.sequence = worker, -1
+    def __init__(self, worker: int, share: float | None) -> None:
+        self.worker, self.share, self.sequence = worker, share, -1
 
     def start_from(self, parameters: Tensor, version: int) -> None:
         self.start, self.version = parameters.clone(), version
 
     def compute(self) -> tuple[Push, Tensor]:
         self.sequence += 1
-        report = Report({"seen": self.sequence}, local_steps=1, step_seconds=0.1, tokens=10.0 + self.worker)
+        report = Report(
+            {"seen": self.sequence}, local_steps=1, step_seconds=0.1, tokens=10.0 + self.worker, share=self.share
+        )
         return Push(self.sequence, self.version, 1.0, report), 0.3 * self.start - PULL[self.worker]
 
 
 class LocalRun:
     threads = 1
+    shares: tuple[float | None, float | None] = None, None  # each worker's ranks over the mean number
 
     def __init__(self, spec: MethodSpec) -> None:
-        self.spec, self.workers = spec, {worker: LocalWorker(worker) for worker in (0, 1)}
+        self.spec, self.workers = spec, {worker: LocalWorker(worker, self.shares[worker]) for worker in (0, 1)}
 
     def build(self, spec: MethodSpec, layout: Layout, parameters: Tensor) -> tuple[Rule, Plan]:
         return local_sgd_main.build(spec, layout, parameters)
@@ -173,8 +176,10 @@ def in_rounds(live: Live) -> None:
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.usefixtures("recipe_rules")
 def test_each_version_of_the_replay_is_that_of_the_run(
-    tmp_path: Path, options: dict[str, Any], work: Callable[[Live], None], shards: int
+    tmp_path: Path, options: dict[str, Any], work: Callable[[Live], None], shards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where worker 1 has three times as many ranks as worker 0."""
+    monkeypatch.setattr(LocalRun, "shares", (0.5, 1.5))
     chosen = methods.parse(LocalSGDOptions, options, "test")
     spec = local_sgd_spec(chosen, 2, [], ServerOptions(record=True, server_shards=str(shards)), {})
     live = Live(tmp_path, spec)

@@ -152,6 +152,9 @@ def test_shards_divide_the_servers_work_but_no_link() -> None:
     assert sharded.alone == pytest.approx(0.96) and sharded.busiest == pytest.approx(0.01)
     linked = Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, link=4 * 1000 / 0.2, shards=5)
     assert linked.alone == pytest.approx(0.96 + 0.4) and linked.busiest == pytest.approx(0.2)
+    late = replace(sharded, latency=0.01)
+    assert late.alone == pytest.approx(0.96 + 2 * 0.01), "they share a line"
+    assert replace(late, apart=True).alone == pytest.approx(0.96 + 4 * 0.01)
 
 
 def test_a_run_in_shards_says_what_one_process_would_take(tmp_path: Path) -> None:

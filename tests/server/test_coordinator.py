@@ -344,6 +344,24 @@ def test_a_worker_that_has_left_is_forgotten_by_all_that_measure_it() -> None:
     assert 1 not in begun and 1 not in staleness and {2} <= set(begun) and {2} <= set(staleness)
 
 
+def test_a_step_is_of_the_micro_batches_of_those_who_have_come_and_stays_so_large_when_one_goes() -> None:
+    """Three are announced, and each brings four; a micro-batch takes worker 0 one second, and worker 1 three."""
+    rule, plan, parameters = summed()
+    spec = sgd_spec(workers=3, micro_batches=4)
+    run = Driven(build_coordinator(spec, rule, plan, parameters, Membership(3, now=0.0, timeout=60.0)), 2)
+    given = {}
+    for now in range(4, 40, 4):
+        for worker in (0, 1) if now % 12 == 0 else (0,):
+            (told,) = run.push(worker, 0.0, now=float(now)).instructions
+            given[worker] = told.assignment.micro_batches
+    assert given == {0: 4, 1: 2}, "of the eight, but worker 0 had begun before worker 1 was measured"
+    assert run.coordinator.shares._given == {0: 6, 1: 2}
+    run.coordinator.membership.connect(2, "x", 36.0)
+    run.leave(2, for_good=True, now=36.0)
+    run.push(0, 0.0, now=40.0)
+    assert run.coordinator.shares._given == {0: 9, 1: 3}
+
+
 def test_a_silent_worker_that_was_heard_again_is_no_silent_one() -> None:
     run = local()
     run.tick(61.0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fairseq_async.protocol import Answer, Hello, Initialise, Leave, Push, PushReply, Report, Welcome
+from fairseq_async.protocol import Answer, Goodbye, Hello, Initialise, Leave, Push, PushReply, Report, Welcome
 from fairseq_async.protocol.notices import ENDED, KEPT, RUN_FINISHED, RUN_OVER, SAVED
 from fairseq_async.records.state_files import ending_path
 from fairseq_async.regions.global_main import GlobalService
@@ -148,6 +148,12 @@ def test_before_the_first_update_only_a_server_that_was_asked_to_end_keeps_nothi
     take_snapshot(server.service)
     program._keep(server.service, asked)
     assert bool(list(tmp_path.glob("snapshots/version-*.pt"))) != asked
+
+
+def test_a_run_that_worker_0_ends_before_the_first_update_has_no_result(server: Server, tmp_path: Path) -> None:
+    """An export would take the first parameters for trained ones."""
+    server.enter(0).ask(Leave(finished=True), Goodbye)
+    assert server.service.finished and not (tmp_path / FINAL).exists()
 
 
 def refuse(*_: object, **__: object) -> None:

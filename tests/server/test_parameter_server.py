@@ -209,3 +209,9 @@ def test_a_fragment_is_of_the_version_at_which_it_changed_last() -> None:
         it.push(Update(0, sequence, it.version, 1.0, torch.ones(parts[sequence % 3].size)))
     assert [it.changed_at(number) for number in range(4)] == [4, 2, 3, 4]
     assert it.parameters.tolist() == [-2.0, -2.0, -1.0, -1.0, -1.0, -1.0]
+    state, again = it.state_dict(), ParameterServer(torch.zeros(6), rule)
+    again.load_state_dict(state)
+    assert [again.changed_at(number) for number in range(3)] == [4, 2, 3]
+    del state["changed_at"]  # as in a snapshot of before: any of them may have changed in the last version
+    again.load_state_dict(state)
+    assert [again.changed_at(number) for number in range(3)] == [4, 4, 4]

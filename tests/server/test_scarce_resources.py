@@ -1,5 +1,6 @@
 """A disk, a memory or a processor that is taken away for a while costs a run what it could not do, and no more."""
 
+import errno
 import json
 import os
 import re
@@ -11,8 +12,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from fairseq_async.errors import HalfAppliedError
 from fairseq_async.exchange import Channel, shared_memory
 from fairseq_async.exchange.linux import environment
 from fairseq_async.exchange.stream import Stream
+from fairseq_async.launch import output
 from fairseq_async.protocol import Hello, Initialise, Push, Report, ScheduleEvent, Status
 from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.direct import DirectAttack
@@ -74,6 +78,30 @@ def test_a_worker_prints_on_to_a_full_disk_and_its_log_says_what_is_missing(on_a
     note = len(f"\nfairseq-async: {lost} bytes of output could not be written here\n")
     assert found["log"].startswith("before\n") and found["log"].endswith("after\n")
     assert len(found["log"]) - note + int(lost) == len("before\n") + 3000 * 1000 + len("after\n")
+
+
+def test_each_gap_in_a_log_has_its_own_line_and_none_has_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = SimpleNamespace(full=False, has=b"")
+
+    def write(data: bytes) -> int:
+        if disk.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        disk.has += data
+        return len(data)
+
+    def printed() -> Iterator[bytes]:
+        for line, disk.full in ((b"a\n", False), (b"bb\n", True), (b"c\n", False), (b"d\n", False), (b"e\n", True)):
+            yield line
+        disk.full = False
+        yield b"f\n"
+        yield b""
+
+    lines = printed()
+    pipe = nullcontext(SimpleNamespace(read=lambda most: next(lines)))
+    monkeypatch.setattr(output, "open", lambda *_, **__: pipe, raising=False)
+    output.Output()._write(-1, cast(Any, SimpleNamespace(write=write)))
+    gap = "\nfairseq-async: {} bytes of output could not be written here\n".format
+    assert disk.has.decode() == f"a\n{gap(3)}c\nd\n{gap(2)}f\n"
 
 
 def test_a_run_goes_on_in_a_directory_that_has_become_read_only(on_a_small_disk: Any) -> None:

@@ -196,6 +196,14 @@ def test_a_second_process_of_a_worker_has_sent_no_update_though_the_first_one_ha
     assert (1 in it.awaited(4.0)) is not comes_anew
 
 
+def test_whoever_the_server_before_knew_has_the_time_of_one_that_is_gone_to_come_and_others_that_of_a_first_one() -> (
+    None
+):
+    it = Membership(3, now=0.0, timeout=1.0, arrival_timeout=10.0)
+    it.expect_back([1])
+    assert [it.expected(now) for now in (1.0, 1.1, 10.1)] == [{0, 1, 2}, {0, 2}, set()]
+
+
 def test_the_time_in_which_a_worker_makes_its_model_is_not_its_longest() -> None:
     it = Membership(2, now=0.0, timeout=1.0)
     it.connect(1, "x", 0.0, ready=False)
