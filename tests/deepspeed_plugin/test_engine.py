@@ -23,7 +23,7 @@ from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.hybrid import HybridEngine
 from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
 from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
-from fairseq_async.deepspeed_plugin.engines.tensors import check_masters, replica_of, trainable
+from fairseq_async.deepspeed_plugin.engines.tensors import check_masters, has_no_gradient, replica_of, trainable
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange import SharedMemory
@@ -262,6 +262,24 @@ def test_a_checkpoint_after_the_end_has_the_servers_state_of_the_end(
 
 
 NEW, RESUMED = ["joins"], ["joins with the server's state", "restores the compressor"]
+
+
+@pytest.mark.usefixtures("of_deepspeed")
+def test_a_schedule_that_is_to_begin_anew_does(tmp_path: Path) -> None:
+    saving = SavingEngine(tmp_path)
+    saving._followed.rates = [0.5]
+    saving.save_checkpoint(str(tmp_path), "a")
+    engine = SavingEngine(tmp_path, joined=False)
+    engine.load_checkpoint(str(tmp_path), load_lr_scheduler_states=False)
+    assert (engine.did, engine._followed.rates) == (RESUMED, [0.001])
+
+
+def test_a_step_has_no_gradient_where_none_of_its_parameters_has_one() -> None:
+    model = nn.Linear(2, 3)
+    assert has_no_gradient(with_optimizer(model))
+    assert not has_no_gradient(with_optimizer(model, bit16_groups=[list(model.parameters())])), "DeepSpeed takes it"
+    model.bias.grad = torch.zeros(3)
+    assert not has_no_gradient(with_optimizer(model))
 
 
 @pytest.mark.usefixtures("of_deepspeed")

@@ -2,9 +2,13 @@
 
 import json
 import shutil
+import sys
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -208,3 +212,20 @@ def test_a_scheduler_that_a_script_with_accelerate_keeps_steps_as_it_says(proces
     assert code == 0, output
     (line,) = [line for line in (tmp_path / "logs/worker-0.log").read_text().splitlines() if "rates:" in line]
     assert line == "rates: 0.01 0.005 0.0025 0.00125"
+
+
+@pytest.mark.parametrize("asked", ["training_stop", "evaluate", "save", "log"])
+@pytest.mark.parametrize("worker", [0, 1])
+def test_worker_0_has_the_servers_parameters_for_what_it_evaluates_or_saves_and_all_have_them_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, asked: str, worker: int
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchaudio", None)  # transformers would import it; it may not fit this torch
+    module = import_module("fairseq_async.deepspeed_plugin.huggingface")
+    engine = MagicMock(worker=worker)
+    monkeypatch.setattr(module, "_engines", [engine])
+    names = ("training_stop", "evaluate", "save", "log")
+    control = SimpleNamespace(**{f"should_{each}": each == asked for each in names})
+    module._take_parameters(control)
+    for_worker_0 = asked in ("evaluate", "save")
+    assert vars(control)[f"should_{asked}"] is not (for_worker_0 and worker == 1)
+    assert engine.pull.called is (asked == "training_stop" or (for_worker_0 and worker == 0))

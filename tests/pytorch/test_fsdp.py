@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -128,3 +129,12 @@ def test_what_is_not_divided_by_rows_among_the_ranks_of_a_worker_is_one_line(
     spec: Any = type("Spec", (), {"server": type("Server", (), {"shards": 1})})
     with pytest.raises(ConfigurationError, match="each rank has a part of its moments"):
         brought_state.check_brought(spec, [optimizer])
+
+
+@pytest.mark.parametrize(("rows", "starts"), [(6, [0, 4, 8]), (5, [0, 4, 8]), (4, [0, 4, 8]), (2, [0, 2, 4])])
+def test_a_rank_holds_as_many_rows_as_chunk_gives_it(rows: int, starts: list[int]) -> None:
+    """Of three ranks; a row has two elements."""
+    assert [sum(part.numel() for part in torch.ones(rows, 2).chunk(3)[:rank]) for rank in range(3)] == starts
+    for rank, start in enumerate(starts):
+        mesh = MagicMock(**{"get_local_rank.return_value": rank, "size.return_value": 3})
+        assert fsdp._start(MagicMock(spec=DTensor, shape=torch.Size([rows, 2]), device_mesh=mesh)) == start

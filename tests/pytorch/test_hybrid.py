@@ -384,9 +384,10 @@ def test_a_loss_is_that_of_the_step_before_which_it_was_set(
 
 def test_micro_batches_are_counted_in_their_own_block() -> None:
     """Not with those of a block that an exception has ended amid a step."""
-    passes, parameter = BackwardPasses(), nn.Parameter(torch.ones(2))
+    passes, parameter, other = BackwardPasses(), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))
     for count in (1, 2):
-        handles = passes.add_hooks([("w", parameter)])
+        handles = passes.add_hooks([("w", parameter), ("of some batches", other)])
+        other.sum().backward()
         for _ in range(count):
             parameter.sum().backward()
         assert passes.count == count

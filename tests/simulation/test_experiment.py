@@ -97,7 +97,7 @@ def test_a_mistake_in_the_file_is_one_line_that_names_it(tmp_path: Path, change:
 def test_a_method_that_does_not_fit_its_cluster_is_said_before_others_have_run(
     tmp_path: Path, wrong: dict[str, Any], message: str
 ) -> None:
-    given = experiment(tmp_path, methods={"right": DN, "wrong": wrong})
+    given = experiment(tmp_path, methods={"right": DN | {"delay": 4, "c": 0.25}, "wrong": wrong})
     with pytest.raises(ConfigurationError) as caught:
         Simulator(given, tmp_path / "out", resume=False)
     assert f"{given.path}, method wrong: {message}" in str(caught.value) and not (tmp_path / "out").exists()
