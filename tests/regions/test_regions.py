@@ -22,6 +22,7 @@ from fairseq_async.server.plan import Plan
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.server.shards.build import close_shards
 from fairseq_async.worker.connection.client import Client
+from tests.helpers.commands import free_port
 from tests.helpers.mortal import InlineSnapshots
 from tests.helpers.references import HALoS64
 from tests.helpers.regions import (
@@ -230,8 +231,7 @@ def test_a_region_without_certificates_is_told_that_the_global_server_may_need_t
 
 
 def test_a_region_that_starts_while_the_global_server_is_started_again_waits_for_it(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as dead:
-        port = dead.getsockname()[1]
+    port = free_port()
     with region_server(tmp_path / "region0") as server, ExitStack() as opened:
         later = threading.Timer(
             0.5, lambda: opened.enter_context(global_server(tmp_path / "global", regions=1, port=port))

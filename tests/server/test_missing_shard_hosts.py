@@ -21,6 +21,7 @@ from fairseq_async.server.programs import gradient_main
 from fairseq_async.server.run import as_many
 from fairseq_async.server.shards.remote import HostConnector, connect_hosts
 from fairseq_async.worker.connection.shard_lines import ShardLines
+from tests.helpers.commands import free_port
 from tests.helpers.sharded import (
     LAYOUT,
     TOKEN,
@@ -66,8 +67,7 @@ def test_a_host_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(remote, "_ARRIVAL_SECONDS", 0.3)
     monkeypatch.setattr(remote, "_QUIET_SECONDS", 0.0)
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     said: list[str] = []
     spec = hybrid(server_options([address]))
     with pytest.raises(RefusedError, match=rf"no shard at {address} \(.*\); start it there with"):
@@ -78,8 +78,7 @@ def test_a_host_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_worker_names_the_host_that_it_misses_until_it_tries_again() -> None:
     """The next attempt begins with the server, which may be what is gone then."""
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     lines = ShardLines(Endpoint("", TOKEN, joins=False, instance="test"), 0, hybrid(server_options([address])), LAYOUT)
     with pytest.raises(ExchangeError):
         lines.connect()

@@ -27,6 +27,7 @@ from fairseq_async.worker.connection import lasting_connection
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from scripts.faults.thread_server import ThreadServer
+from tests.helpers.commands import free_port
 from tests.helpers.server_client import join_patiently, push
 from tests.helpers.waiting import wait_until
 
@@ -81,8 +82,7 @@ def test_memory_that_is_gone_again_is_looked_for_until_there_is_another(
 @pytest.mark.parametrize("after", ["nothing", "connection", "greeting", "introduction"])
 def test_a_worker_that_starts_while_the_server_dies_waits_for_the_next_server(tmp_path: Path, after: str) -> None:
     """The dying server's listening socket is closed before the next one listens."""
-    with socket.create_server(("127.0.0.1", 0)) as dying:
-        port = dying.getsockname()[1]
+    port = free_port()
     connected = threading.Event()
 
     def die() -> None:
