@@ -1,5 +1,9 @@
 """The coordinator alone, with a list of times in place of a clock."""
 
+from collections.abc import Callable
+from copy import deepcopy
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -9,7 +13,7 @@ from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, Regio
 from fairseq_async.errors import RefusedError
 from fairseq_async.protocol import ScheduleEvent, Status
 from fairseq_async.records.events import ControlEvent
-from fairseq_async.server.coordinator import build_coordinator
+from fairseq_async.server.coordinator import Coordinator, build_coordinator
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Outcome
@@ -369,3 +373,85 @@ def test_a_silent_worker_that_was_heard_again_is_no_silent_one() -> None:
     run.coordinator.membership.note_message(1, 62.0)
     run.tick(63.0)
     assert run.coordinator._silent == {0}, "when it is silent once more, its work is given up once more"
+
+
+def amid_a_step() -> tuple[Coordinator, Callable[[], Coordinator]]:
+    """A coordinator that has measured all there is to measure, and a function that makes one that has not."""
+
+    def make() -> Coordinator:
+        parameters = torch.zeros(1)
+        rule = HybridAccumulation(torch.optim.SGD([parameters], lr=1.0), 2)
+        given: dict[str, Any] = {"look_ahead": None, "delay_compensation": 0.5, "micro_batches": 2}
+        spec = sgd_spec(workers=2, max_update_norm_ratio=3.0, **given)
+        plan = EpochPlan(Constant(), max_epoch=0)
+        return build_coordinator(spec, rule, plan, parameters, Membership(2, now=0.0, timeout=60.0))
+
+    run = Driven(make(), 2)
+    for now in range(1, 19):
+        run.coordinator.server.note_pull(now % 2, run.coordinator.server.parameters)
+        run.push(now % 2, 100.0 if now == 16 else 1.0 + now % 3, now=float(now), base=max(0, run.version - 1))
+    run.coordinator._merged = [3]
+    run.coordinator.server.rule._missing, run.coordinator.server.rule._micro_batches = 5, 3  # type: ignore[attr-defined]
+    return run.coordinator, make
+
+
+def amid_a_round() -> tuple[Coordinator, Callable[[], Coordinator]]:
+    def make() -> Coordinator:
+        return local(total_steps=100).coordinator
+
+    run = local(total_steps=100)
+    for now in range(1, 5):
+        run.steps(0, 10, now=float(now))
+    run.leave(1, for_good=False, now=5.0)
+    plan = run.coordinator.plan
+    assert isinstance(plan, LocalStepPlan)
+    plan.epochs, plan._beginning = 1.5, plan._beginning._replace(steps=20, progress=5.0)  # of fewer workers
+    return run.coordinator, make
+
+
+def plain(value: Any) -> Any:
+    match value:
+        case torch.Tensor():
+            return value.tolist()
+        case dict():
+            return {key: plain(each) for key, each in value.items()}
+        case list() | tuple():
+            return [plain(each) for each in value]
+    return value
+
+
+_OF_A_NEW_LOOK_AHEAD = {"staleness": {}, "steps": {}, "path": {8: [-16.5]}, "parameters": 1}
+
+
+@pytest.mark.parametrize(
+    ("begun", "where", "key", "then"),
+    [
+        (amid_a_step, "", "look_ahead", _OF_A_NEW_LOOK_AHEAD),
+        (amid_a_step, "", "shares", {"took": {}, "given": {}}),
+        (amid_a_step, "", "merged", []),
+        (amid_a_step, "server", "rejected", {}),
+        (amid_a_step, "server", "before_last_step", [-16.5]),
+        (amid_a_step, "server", "started_from", {}),
+        (amid_a_step, "server norms", "own", {}),
+        (amid_a_step, "server rule", "pieces", None),
+        (amid_a_step, "server rule", "missing", []),
+        (amid_a_step, "server rule", "micro_batches", 1),
+        (amid_a_step, "look_ahead", "parameters", 1),
+        (amid_a_round, "plan", "beginning", [0, 0.0, []]),
+        (amid_a_round, "plan", "workers", 2),
+        (amid_a_round, "plan", "gone", []),
+    ],
+)
+def test_a_state_of_an_earlier_version_lacks_what_came_later_and_nothing_else(
+    begun: Callable[[], tuple[Coordinator, Callable[[], Coordinator]]], where: str, key: str, then: Any
+) -> None:
+    before, make = begun()
+    expected = plain(before.state_dict())
+    again = make()
+    again.load_state_dict(deepcopy(before.state_dict()))
+    assert plain(again.state_dict()) == expected
+    state, again = deepcopy(before.state_dict()), make()
+    reduce(getitem, where.split(), state).pop(key)
+    again.load_state_dict(state)
+    reduce(getitem, where.split(), expected)[key] = then
+    assert plain(again.state_dict()) == expected
