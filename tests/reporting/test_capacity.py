@@ -13,7 +13,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.reporting.capacity import answer, measure
 from fairseq_async.reporting.capacity_question import read_question
 from fairseq_async.reporting.watch import WatchedRun, follow
-from fairseq_async.simulation.costs import Costs
+from fairseq_async.simulation.costs import Costs, NetworkLink
 from tests.helpers.run_files import TIMED_LAYOUT, write_timed_run
 
 WITHOUT_TIMES = (
@@ -152,6 +152,8 @@ def test_shards_divide_the_servers_work_but_no_link() -> None:
     assert sharded.alone == pytest.approx(0.96) and sharded.busiest == pytest.approx(0.01)
     linked = Costs(step=0.9, exchange=0.1, server=0.05, parameters=1000, link=4 * 1000 / 0.2, shards=5)
     assert linked.alone == pytest.approx(0.96 + 0.4) and linked.busiest == pytest.approx(0.2)
+    over = sharded.over(NetworkLink(gigabits=8.0, milliseconds=5.0))
+    assert (over.link, over.latency, over.pushing) == (1e9, 0.005, 4000 / 1e9)
     late = replace(sharded, latency=0.01)
     assert late.alone == pytest.approx(0.96 + 2 * 0.01), "they share a line"
     assert replace(late, apart=True).alone == pytest.approx(0.96 + 4 * 0.01)

@@ -52,10 +52,11 @@ class Clocked:
         ((1.0, 3.0), 4, [6, 2]),
         ((1.0, 1.0, 1.0, 2.0), 2, [3, 2, 2, 1]),
         ((1.0, 1.0, 2.0, 4.0), 4, [6, 6, 3, 1]),
-        ((1.0, 1.08), 32, [32, 32]),
+        ((1.0, 1.0, 1.0, 1.0, 1.09), 40, [40] * 5),
+        ((1.0, 1.0, 1.0, 1.0, 1.12), 40, [41, 41, 41, 41, 36]),
         ((1.0, 100.0), 2, [3, 1]),
     ],
-    ids=["1, 3", "whole micro-batches", "four speeds", "within a tenth", "at least one"],
+    ids=["1, 3", "whole micro-batches", "four speeds", "within a tenth", "beyond a tenth", "at least one"],
 )
 def test_micro_batches_go_to_who_is_done_first(
     seconds: tuple[float, ...], micro_batches: int, expected: list[int]
@@ -96,6 +97,15 @@ def test_who_takes_twice_its_time_hands_over_its_share_until_it_comes() -> None:
     assert workers.shares.begin(0, hung + 8.0) == 4
     workers.shares.divide([0, 1], 2, hung + 8.1)
     assert workers.shares.begin(0, hung + 8.1) == 8
+
+
+def test_where_all_take_too_long_each_has_the_mean_again() -> None:
+    workers = Clocked(1.0, 3.0)
+    assert [workers.step() for _ in range(4)][-1] == [6, 2]
+    began = workers.now
+    assert [workers.shares.begin(each, began) for each in (0, 1)] == [6, 2]
+    workers.shares.divide([0, 1], 2, began + 100.0)
+    assert [workers.shares.begin(each, began + 100.0) for each in (0, 1)] == [4, 4]
 
 
 def test_a_step_of_so_many_gradients_and_one_without_micro_batches_are_refused() -> None:
