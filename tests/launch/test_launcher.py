@@ -26,7 +26,7 @@ from fairseq_async.launch.launcher import Launcher
 from fairseq_async.launch.processes import RunFailedError, Worker, interrupt_on_signals
 from tests.helpers.commands import HYBRID, MODEL, ROOT, Processes, command, free_port, launch_command
 from tests.helpers.launched import count, find, server_of, worker_of
-from tests.helpers.run_files import events, load
+from tests.helpers.run_files import events, load, snapshot_versions
 from tests.helpers.waiting import wait_until
 
 Launch = Callable[..., tuple[int, str]]
@@ -260,14 +260,14 @@ def test_a_killed_launcher_leaves_nothing_behind(
 def test_a_killed_server_is_started_again_from_its_snapshot_and_the_run_goes_on(
     processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str]
 ) -> None:
-    limits = ["--max-update", 300, "--disable-validation", "--snapshot-seconds", 0.2]
+    limits = ["--max-update", 160, "--disable-validation", "--snapshot-seconds", 0.2]
     launcher = processes.start(launch_command(data, 2, tmp_path, *limits))
-    wait_until(lambda: count(tmp_path, 0) + count(tmp_path, 1) > 150, 90)
+    wait_until(lambda: any(snapshot_versions(tmp_path)), 90)
     os.kill(server_of(tmp_path), signal.SIGKILL)
     output, _ = launcher.communicate(timeout=180)
     assert launcher.returncode == 0, output
     assert "the server was killed by SIGKILL, and was started again from version-" in output
-    assert load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 300
+    assert load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 160
     assert "worker 0 was" not in output and "worker 1 was" not in output, "they waited"
     assert not list(tmp_path.glob("snapshots/*")), "a finished run needs none"
     nothing_is_left(tmp_path, shared_memory)
