@@ -173,6 +173,21 @@ def round_model(engine: DeepSpeedEngine, kind: torch.dtype) -> None:
     engine._cast_module_mixed_precision(kind, buffers, False, kept)
 
 
+def accumulate_in_fp32(engine: DeepSpeedEngine) -> None:
+    """Makes backward add the gradients of micro-batches up in fp32, in whatever type the parameters are."""
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            parameter.grad_dtype = torch.float32
+
+
+def fill_gradients(engine: DeepSpeedEngine) -> None:
+    """Gives parameters without a gradient one of zeros, in the type of their sums: DeepSpeed's own, which it makes to
+    reduce the same on all ranks, are of the parameter's type, which torch then refuses."""
+    for parameter in engine.module.parameters():
+        if parameter.grad is None and getattr(parameter, "grad_dtype", parameter.dtype) is not parameter.dtype:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+
+
 def refresh_masters(engine: DeepSpeedEngine) -> None:
     """Sets the fp32 masters to the model's parameters, after a checkpoint was loaded without its optimizer.
 

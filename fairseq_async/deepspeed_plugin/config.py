@@ -6,6 +6,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fairseq_async import errors
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method import methods
@@ -162,6 +164,8 @@ def _check_hybrid(config: dict[str, Any], name: str) -> None:
                 f'{name}: "{key}" with "zero_optimization": "stage": 3 is not supported with method hybrid_async: give '
                 '"bf16", or "stage": 0, which has the same memory for moments'
             )
+    if _object(config, "zero_optimization", name).get("stage", 0) != 3:
+        _check_sums(config, name)
     schedule = config.get("scheduler")
     if isinstance(schedule, dict) and schedule.get("type") == "OneCycle":
         params = schedule.get("params")
@@ -169,6 +173,19 @@ def _check_hybrid(config: dict[str, Any], name: str) -> None:
             raise ConfigurationError(
                 f'{name}: "scheduler": "params": "cycle_momentum", which is true by default, {reason}; or give false'
             )
+
+
+def _check_sums(config: dict[str, Any], name: str) -> None:
+    """Checks that micro-batches are to be added up in the model's type, or in fp32 where this torch can do so."""
+    kind = _object(config, "data_types", name).get("grad_accum_dtype")
+    own = next((key for key in ("bf16", "fp16") if _object(config, key, name).get("enabled", False)), "fp32")
+    if kind in (None, own) or (kind == "fp32" and hasattr(Tensor, "grad_dtype")):
+        return
+    remedy = "with this version of torch, which has no Tensor.grad_dtype" if kind == "fp32" else f"of a model in {own}"
+    raise ConfigurationError(
+        f'{name}: "data_types": "grad_accum_dtype" {kind!r} is not supported with method hybrid_async {remedy}: leave '
+        'it out, or give "zero_optimization": {"stage": 3}'
+    )
 
 
 def _object(config: dict[str, Any], key: str, name: str) -> dict[str, Any]:

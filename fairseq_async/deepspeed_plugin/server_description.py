@@ -8,7 +8,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from fairseq_async.algorithms.muon import MuonAdamW
 from fairseq_async.deepspeed_plugin import schedules
-from fairseq_async.deepspeed_plugin.compat import optimizer_of_whole, round_model
+from fairseq_async.deepspeed_plugin.compat import accumulate_in_fp32, optimizer_of_whole, round_model
 from fairseq_async.deepspeed_plugin.config import BF16
 from fairseq_async.deepspeed_plugin.engines.tensors import trainable
 from fairseq_async.errors import ConfigurationError
@@ -27,12 +27,12 @@ def without_schedule(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_masters(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the configuration without half precision, of which DeepSpeed makes fp32 masters, and without ZeRO 1 and
-    2, which divide these and the moments among ranks: they are the server's. ZeRO 3, which divides the model too, stays
-    as it is."""
+    """Returns the configuration without half precision, of which DeepSpeed makes fp32 masters, without ZeRO 1 and 2,
+    which divide these and the moments among ranks, and without the type of these stages' sums: they are the server's,
+    or this package's. ZeRO 3, which divides the model too, stays as it is."""
     if is_divided(config):
         return config | {"zero_allow_untested_optimizer": True}  # it does not step here
-    config = {key: value for key, value in config.items() if key not in (*BF16, "fp16")}
+    config = {key: value for key, value in config.items() if key not in (*BF16, "fp16", "data_types")}
     return config | {"zero_optimization": {"stage": 0}} if "zero_optimization" in config else config
 
 
@@ -58,6 +58,8 @@ def served_optimizer(engine: DeepSpeedEngine, config: dict[str, Any], groups: li
         return optimizer_of_whole(engine, config["optimizer"], groups or [each for _, each in trainable(engine)])
     if (kind := half_precision(config)) is not None:
         round_model(engine, kind)
+        if (config.get("data_types") or {}).get("grad_accum_dtype") == "fp32":
+            accumulate_in_fp32(engine)
     own: torch.optim.Optimizer = engine.optimizer
     return own
 

@@ -39,6 +39,8 @@ class Hello:
         untrained: checksum of the model's parameters that are not trained, which every worker has by itself; empty
             where there are none, or the worker's front end does not say.
         buffers: checksum of the model's buffers that training does not change; empty where there are none to compare.
+        unsaved: sketches (:mod:`fairseq_async.protocol.sketches`) of the buffers that the model does not save, by name
+            and shape.
         any_length: whether the run's number of steps is worker 0's where this worker has counted another.
         by_script: whether the script divides the data among the workers itself, so that none may have another's.
         gpu: name of the model's GPU, on which this worker can share memory; empty where there is none.
@@ -49,6 +51,7 @@ class Hello:
     remote: bool
     untrained: str = ""
     buffers: str = ""
+    unsaved: dict[str, list[float]] = field(default_factory=dict)
     any_length: bool = False
     by_script: bool = False
     gpu: str = ""

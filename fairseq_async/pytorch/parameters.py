@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.protocol.sketches import sketch_of
 from fairseq_async.pytorch.fsdp import check_divided, norm_of_parts, reshard
 from fairseq_async.server.optimizers.torch_optimizer import check_of_model
 from fairseq_async.worker.async_worker import AsyncWorker
@@ -232,7 +233,8 @@ def note_untrained(worker: AsyncWorker, model: nn.Module, exchanged: Collection[
     They are of the parameters that are not exchanged, such as frozen layers, with the scales of bitsandbytes'
     quantised ones, and of the buffers that the model saves, such as masks and random features. Left out are what ZeRO 3
     or FSDP2 has divided, and buffers that training changes: those of normalisations, single values such as counts, and
-    all where the run goes on.
+    all where the run goes on. Of buffers that it does not save, such as rotary tables, which another CPU may round
+    otherwise, it notes sketches.
 
     Args:
         exchanged: the ``id`` of each parameter that is exchanged.
@@ -242,16 +244,24 @@ def note_untrained(worker: AsyncWorker, model: nn.Module, exchanged: Collection[
     frozen = [each for each in whole if id(each) not in exchanged]
     worker.details.untrained = f"{crc_of(chain(frozen, _scales(model, exchanged))):08x}" if frozen else ""
     own = {segment.name for segment in worker.replica.layout.segments if segment.is_buffer}
-    buffers = [] if restored else [buffer for name, buffer in _fixed_buffers(model) if name not in own]
+    if restored:
+        return
+    buffers = [buffer for name, buffer in _fixed_buffers(model, saved=True) if name not in own]
     worker.details.buffers = f"{crc_of(buffers):08x}" if buffers else ""
+    worker.details.unsaved = {
+        f"{name} {tuple(buffer.shape)}": sketch_of(buffer)
+        for name, buffer in _fixed_buffers(model, saved=False)
+        if buffer.is_floating_point() or buffer.is_complex()
+    }
 
 
-def _fixed_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _fixed_buffers(model: nn.Module, saved: bool) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            saved = name not in module._non_persistent_buffers_set and not (buffer.is_meta or is_lazy(buffer))
-            if saved and buffer.numel() > 1 and not isinstance(module, _NORMALISATIONS):
-                yield f"{prefix}.{name}".lstrip(".").replace(_COMPILED, ""), buffer
+            asked = (name not in module._non_persistent_buffers_set) is saved
+            if asked and not (buffer.is_meta or is_lazy(buffer) or isinstance(module, _NORMALISATIONS)):
+                if buffer.numel() > 1:
+                    yield f"{prefix}.{name}".lstrip(".").replace(_COMPILED, ""), buffer
 
 
 def _scales(model: nn.Module, exchanged: Collection[int]) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ from fairseq_async.protocol import Hello, Push, PushReply, StateSaved, Welcome, 
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.protocol.notices import Tell, tell_log
 from fairseq_async.protocol.receipt import SETTLED
+from fairseq_async.protocol.sketches import different
 from fairseq_async.records.event_log import EventLog
 from fairseq_async.records.events import Settled
 from fairseq_async.records.recording import update_path
@@ -63,6 +64,7 @@ class Run:
         self.moments: str | None = None
         self._untrained: str | None = None  # of the first worker that has said hello
         self._buffers = ""  # of the first worker that has some
+        self._unsaved: dict[str, list[float]] = {}  # likewise
         self._checked = set[str]()  # workers; one that is started again may have buffers of a checkpoint
         self._first_batches = FirstBatches(tell, spec.workers)
 
@@ -107,6 +109,13 @@ class Run:
             raise RefusedError(
                 f"{name} has other values than the others in buffers that the model saves, which no worker gets from "
                 "the server: load the same model in every worker, or make it with the same torch.manual_seed"
+            )
+        self._unsaved = self._unsaved or hello.unsaved
+        if (buffer := different(self._unsaved, hello.unsaved)) and name not in self._checked:
+            raise RefusedError(
+                f"{name} has other values than the others in the buffer {buffer}, which the model does not save and no "
+                "worker gets from the server: make it with the same torch.manual_seed in every worker, or keep what is "
+                "to differ in an attribute that is no buffer"
             )
         if hello.by_script != self._first_batches.must_differ:
             raise RefusedError(

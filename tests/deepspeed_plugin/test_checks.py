@@ -106,6 +106,10 @@ def test_the_page_names_the_largest_table_of_rates() -> None:
             '"bf16": "bf16_master_weights_and_grads" is not supported with method hybrid_async',
         ),
         (
+            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
+            "\"grad_accum_dtype\" 'fp16' is not supported with method hybrid_async of a model in bf16: leave it out",
+        ),
+        (
             {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.02}}},
             '"cycle_momentum", which is true by default, is not supported with method hybrid_async',
         ),

@@ -11,7 +11,7 @@ import torch
 from tests.helpers.commands import DEEPSPEED, Processes, command
 
 STEPS = 8
-KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+KINDS = {"bf16": torch.bfloat16, "sums": torch.bfloat16, "fp16": torch.float16}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,10 @@ def seen(out: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "worker"),
-    [("position", 1), *((each, 0) for each in ("json", "script", "position", "checkpoint", "local", "bf16", "fp16"))],
+    [
+        ("position", 1),
+        *((each, 0) for each in ("json", "script", "position", "checkpoint", "local", "bf16", "sums", "fp16")),
+    ],
 )
 def test_a_worker_steps_each_group_as_plain_deepspeed_does(
     parameters: Callable[[str], dict[str, torch.Tensor]], out: Path, name: str, worker: int

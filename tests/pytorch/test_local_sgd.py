@@ -382,6 +382,8 @@ class Based(nn.Sequential):
         for kept, size in (("codes", 4), ("cache", 4), ("count", 1)):
             own = torch.full((size,), value if differs == kept else 0.5)
             self.register_buffer(kept, own, persistent=kept != "cache")
+        if differs == "last bits":  # as another CPU may round a cosine
+            self.cache = self.get_buffer("cache").mul_(1 + 2 * value * torch.finfo(torch.float32).eps)
         norm.running_mean.fill_(value if differs == "statistics" else 0.5)  # type: ignore[union-attr]
         if whole:
             self.requires_grad_()
@@ -395,7 +397,8 @@ class Based(nn.Sequential):
         ("scales", "parameters that are not trained"),
         ("tensor of two", "parameters that are not trained"),
         *[(each, "buffers that the model saves") for each in ("codes", "codes of a trained base")],
-        *[(each, "") for each in ("statistics", "statistics of a trained base", "count", "cache")],
+        ("cache", "the buffer cache (4,), which the model does not save"),
+        *[(each, "") for each in ("statistics", "statistics of a trained base", "count", "last bits")],
     ],
 )
 def test_a_base_that_differs_between_workers_is_one_line(

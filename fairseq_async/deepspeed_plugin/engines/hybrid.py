@@ -13,6 +13,7 @@ from fairseq_async.deepspeed_plugin import server
 from fairseq_async.deepspeed_plugin.compat import (
     count_step,
     drop_partitions,
+    fill_gradients,
     is_raised_by_optimizer,
     manages_accumulation,
 )
@@ -250,6 +251,12 @@ class HybridEngine(AsyncEngine):
         super().backward(loss * scale, *args, **kwargs)
         self._loss = loss.detach().clone()
         return loss
+
+    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Reduces the gradients of a worker's ranks as DeepSpeed does, in the type of their sums."""
+        if self.is_gradient_accumulation_boundary() and self.divided is None:
+            fill_gradients(self)
+        super().allreduce_gradients(*args, **kwargs)
 
     def eval(self) -> object:
         """Begins an evaluation as DeepSpeed does, of the server's parameters: the model's may be ahead."""

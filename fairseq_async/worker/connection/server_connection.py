@@ -1,7 +1,7 @@
 """What a worker asks of the server of its run, whichever connection answers."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -18,6 +18,7 @@ class JoinDetails:
     Attributes:
         untrained: checksum of the model's parameters that are not trained; empty where there are none.
         buffers: checksum of its buffers that training does not change; likewise.
+        unsaved: sketches of the buffers that the model does not save, by name and shape.
         moments: checksum of the moments that its optimizers have from steps before the run; empty where they have none.
         any_length: whether the run's number of steps is worker 0's, if this worker's is another.
         by_script: whether the script divides the data, and the same first batch of two workers is an error.
@@ -26,6 +27,7 @@ class JoinDetails:
 
     untrained: str = ""
     buffers: str = ""
+    unsaved: dict[str, list[float]] = field(default_factory=dict)
     moments: str = ""
     any_length: bool = False
     by_script: bool = False
