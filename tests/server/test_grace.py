@@ -78,9 +78,9 @@ def test_who_has_not_begun_is_waited_for_in_the_first_round_only() -> None:
 @pytest.mark.parametrize(("seconds", "waits"), [(10.0, False), (5.0, True), (20.0, False)])
 def test_what_speeds_up_one_may_speed_up_the_others(seconds: float, waits: bool) -> None:
     """Both began together; the second had been slow, and a slow first one does not make it later than it was."""
-    assert begun(GracePeriod(2.0, at_work(a=1.0, b=1.25)), 0.0, 0.0).continues(0, [1], now=seconds) is (
-        waits or seconds > 12.5
-    )
+    for at in (0.0, 70.0):
+        grace = begun(GracePeriod(2.0, at_work(a=1.0, b=1.25)), at, at)
+        assert grace.continues(0, [1], now=at + seconds) is (waits or seconds > 12.5)
 
 
 LAYOUT = Layout.of([("w", torch.zeros(3))])

@@ -80,6 +80,9 @@ def test_of_many_parameters_a_sample_is_kept_and_of_many_versions_the_last() -> 
     look_ahead.note(0, 180, 3)
     assert look_ahead.of(0) == pytest.approx(3.0)
     assert len(look_ahead._path) == 128 and max(map(torch.numel, look_ahead._path.values())) < 1200
+    given = LookAhead(2.0)
+    given.follow(1, torch.zeros(3))
+    assert given._path == {}, "nothing is measured where the user says how far ahead"
     look_ahead.note(1, 80, 110)
     assert look_ahead.of(1) == pytest.approx(110.0)
 
