@@ -268,7 +268,11 @@ class Service(Connections):
         return answer
 
     def _admit(self, run: Run, peer: Peer, hello: protocol.Hello) -> protocol.Answer | None:
-        run.check(peer.name, hello)
+        try:
+            run.check(peer.name, hello)
+        except RefusedError:
+            self._end_membership(peer, for_good=True)  # its process ends, now or later: no round waits for it
+            raise
         run.slots.note_shared(peer, hello)
         run.slots.open(peer)  # before the worker is admitted: there may be no room
         peer.admitted = True
@@ -370,6 +374,9 @@ class Service(Connections):
         if not self.has(peer):
             return
         super().disconnected(peer)
+        self._end_membership(peer, for_good)
+
+    def _end_membership(self, peer: Peer, for_good: bool) -> None:
         now = self.clock()
         self.membership.leave(peer.id, for_good, now)
         self.journal("parted", f"worker {peer.id} {'has left' if for_good else GONE}")

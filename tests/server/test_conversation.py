@@ -208,6 +208,22 @@ def test_the_barrier_answers_both_workers_when_the_round_is_complete(server: Thr
     assert pull(first) == (1, 0.5)
 
 
+def test_a_worker_that_is_refused_does_not_hold_up_the_others(server: ThreadServer) -> None:
+    """Its process may never end. The next process of the worker is waited for."""
+    method = {"updates_per_step": 2, "barrier": 2}
+    first, refused = join(server, 0, **method), Client(server.address, server.token, 1)
+    first.connection.channel.send(encode(Push(0, 0, 1.0)))
+    other = Layout.of([("weight", torch.zeros(3, 3))])
+    with pytest.raises(RefusedError, match="worker 1 has another model than the others"):
+        refused.join(other, sgd_spec(**method))
+    assert parse_answer(first.connection.channel.receive(), PushReply).version == 1
+    refused.connection.channel.close()
+    again = join(server, 1, **method)
+    first.connection.channel.send(encode(Push(1, 1, 1.0)))
+    assert push(again, 0, 0.5, base=1).version == 2
+    assert parse_answer(first.connection.channel.receive(), PushReply).version == 2
+
+
 def test_a_worker_that_leaves_a_barrier_run_early_does_not_hold_up_the_others(server: ThreadServer) -> None:
     method = {"updates_per_step": 2, "barrier": 2}
     first, second = join(server, 0, **method), join(server, 1, **method)
