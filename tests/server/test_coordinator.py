@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, Region, Rule
+from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, Region, Rule, Update
 from fairseq_async.errors import RefusedError
-from fairseq_async.protocol import ScheduleEvent, Status
+from fairseq_async.protocol import Report, ScheduleEvent, Status
 from fairseq_async.records.events import ControlEvent
 from fairseq_async.server.coordinator import Coordinator, build_coordinator
 from fairseq_async.server.local_step_plan import LocalStepPlan
@@ -339,13 +340,25 @@ def test_a_merge_is_a_version_that_goes_with_the_next_update_to_the_log_also_of_
 
 
 def test_a_worker_that_has_left_is_forgotten_by_all_that_measure_it() -> None:
-    run = driven(*summed(), look_ahead=None)
+    run = driven(*summed(), look_ahead=None, micro_batches=2)
     for worker in range(3):
         run.push(worker, 1.0, now=1.0 + worker, base=0)
-    begun, staleness = run.coordinator.waiting._begun, run.coordinator.look_ahead._staleness  # type: ignore[attr-defined]
-    assert {1, 2} <= set(begun) and {1, 2} <= set(staleness)
+    coordinator = run.coordinator
+    begun, staleness = coordinator.waiting._begun, coordinator.look_ahead._staleness  # type: ignore[attr-defined]
+    measured = begun, staleness, coordinator.shares._took
+    assert all({1, 2} <= set(each) for each in measured)
     run.leave(1, for_good=False, now=5.0)
-    assert 1 not in begun and 1 not in staleness and {2} <= set(begun) and {2} <= set(staleness)
+    assert all(1 not in each and 2 in each for each in measured)
+
+
+def test_what_no_worker_can_have_sent_is_refused_whether_it_is_in_the_update_or_in_its_report() -> None:
+    run = local()
+    sound, report = Update(0, 0, 0, 1.0, torch.ones(1)), Report(local_steps=10, step_seconds=1.0)
+    run.coordinator.check(sound, report)
+    with pytest.raises(RefusedError, match="base version 1: the server is at 0"):
+        run.coordinator.check(replace(sound, base_version=1), report)
+    with pytest.raises(RefusedError, match="local_steps 161: a round has 10; 160 are the most"):
+        run.coordinator.check(sound, replace(report, local_steps=161))
 
 
 def test_a_step_is_of_the_micro_batches_of_those_who_have_come_and_stays_so_large_when_one_goes() -> None:
