@@ -10,9 +10,9 @@ from typing import NoReturn, TypeAlias
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.data import Dataset, default_collate
 
-from fairseq_async.deepspeed_plugin.loading import BatchKey, BatchReader, Loading
+from fairseq_async.deepspeed_plugin.loading import BatchReader, Loading
 from fairseq_async.errors import ConfigurationError, fail
-from fairseq_async.worker.shards import BatchCounter, DataPosition, ShardOrder, shard_sizes
+from fairseq_async.worker.shards import BatchCounter, BatchKey, DataPosition, ShardOrder, shard_sizes
 
 _AHEAD = 16  # batches that a loop may draw before it uses them
 Collate: TypeAlias = Callable[..., object]  # from a list of samples to a batch
@@ -72,9 +72,10 @@ class ShardedLoader:
     ) -> None:
         self.dataset, self.share, self._trained = dataset, share, trained
         batches = _ShardBatches(dataset, share, ShardOrder(share.sizes, seed), collate or default_collate)
-        self._reader, self._drop_last = BatchReader(batches, loading), loading.drop_last
         self.join, self.endless = join, endless
-        self._counter = BatchCounter(share.micro_batches)
+        self._pass: int | None = None  # of the present loop, where the server deals batches
+        self._counter = BatchCounter(share.micro_batches, share.workers)
+        self._reader, self._drop_last = BatchReader(batches, loading, self._counter.following), loading.drop_last
 
     def __len__(self) -> int:
         """Number of batches in this worker's part of one pass over the data set, as in DeepSpeed's own loader."""
@@ -84,12 +85,26 @@ class ShardedLoader:
     def __iter__(self) -> Iterator[object]:
         """Yields batches at the worker's position: a step's are those of its shard, whatever was drawn ahead."""
         position, before = self.join(), self._trained()
-        shared = 1 if position.drawn is None else self.share.workers  # one may have nearly all of a step
-        for drawn in count() if self.endless else range(len(self)):
-            if position.finished:
+        dealt = position.first_micro_batch is not None
+        shared = self.share.workers if dealt else 1  # one may have nearly all of a step
+        for drawn in count():
+            if position.finished or not (self.endless or self._is_in_pass(position, drawn)):
                 return
             self._check_number(drawn, self._trained() - before, shared)
-            yield self._reader.read((position.shard or 0, self._counter.next(position)))
+            yield self._reader.read(self._counter.next(position))
+
+    def _is_in_pass(self, position: DataPosition, drawn: int) -> bool:
+        """Whether the next batch is one of the loop's pass: the next ``len(self)`` batches of this worker's part, or,
+        where the server deals batches, the rest of a pass over all parts, of which a fast worker has more."""
+        if position.first_micro_batch is None:
+            return drawn < len(self)
+        _, number = self._counter.peek(position)
+        if self._pass is None:
+            self._pass = number // len(self)
+        if number < (self._pass + 1) * len(self):
+            return True
+        self._pass += 1
+        return False
 
     def _check_number(self, drawn: int, trained: int, shared: int) -> None:
         """Ends the process with one line where steps have more batches than the configuration says: the next step would

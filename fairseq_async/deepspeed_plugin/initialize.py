@@ -217,8 +217,9 @@ class _Arguments:
         share = DataShare(sizes, engine.workers, batch_size, micro_batches, *ranks)
         loading = loading_of(config, self.name)
         fix_batch_size(engine)
-
         shared = engine if isinstance(engine, HybridEngine) and engine.spec.micro_batches else None
+        if shared:
+            shared.deals = True
         return ShardedLoader(
             self.training_data,
             share,

@@ -1,15 +1,15 @@
 """Reads batches, which loader processes make ahead if the configuration asks for them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.worker.shards import BatchKey
 
-BatchKey: TypeAlias = tuple[int, int]  # a shard, and the number of a batch in it
 _KEYS = '"data_efficiency": "data_sampling"'
 
 
@@ -53,18 +53,24 @@ def loading_of(config: dict[str, Any], name: str) -> Loading:
 
 
 class BatchReader:
-    """Reads batches by their keys; loader processes make the following batches of the shard meanwhile.
+    """Reads batches by their keys; loader processes make the following batches meanwhile.
 
-    When the server gives another shard, the batches that were made ahead are thrown away: as many as the processes
-    hold, at most ``2 * num_workers``.
+    When the server gives others, as of another shard, the batches that were made ahead are thrown away: as many as the
+    processes hold, at most ``2 * num_workers``.
 
     Args:
         batches: a data set whose indices are keys, and whose samples are a key and its batch. Each process has a copy.
         loading: the number of processes, and whether batches are in pinned memory.
+        following: returns the key that is expected after another.
     """
 
-    def __init__(self, batches: Dataset[tuple[BatchKey, object]], loading: Loading) -> None:
-        self._keys = _KeysAhead()
+    def __init__(
+        self,
+        batches: Dataset[tuple[BatchKey, object]],
+        loading: Loading,
+        following: Callable[[BatchKey], BatchKey],
+    ) -> None:
+        self._keys, self._following = _KeysAhead(following), following
         self._loader = DataLoader(
             batches,
             batch_size=None,  # a sample is a whole batch
@@ -83,20 +89,20 @@ class BatchReader:
             self._keys.following = key
         if self._batches is None:
             self._batches = iter(self._loader)
-        self._expected = key[0], key[1] + 1
+        self._expected = self._following(key)
         return next(batch for made, batch in self._batches if tuple(made) == key)  # pinning makes a list of a tuple
 
 
 class _KeysAhead(Sampler[BatchKey]):
-    """Yields the keys that are expected next: one batch of a shard after the other, without end."""
+    """Yields the keys that are expected next, without end."""
 
-    def __init__(self) -> None:
-        self.following: BatchKey = (0, 0)
+    def __init__(self, after: Callable[[BatchKey], BatchKey]) -> None:
+        self.following, self._after = (0, 0), after
 
     def __iter__(self) -> Iterator[BatchKey]:
         while True:
             key = self.following
-            self.following = key[0], key[1] + 1
+            self.following = self._after(key)
             yield key
 
 

@@ -29,7 +29,7 @@ class ShardedEpochs(EpochBatchIterating):
         self.epoch = 1
         self.frozen_batches = range(batches.total)  # others read its length only
         self._length = ceil(batches.total / (workers * update_freq)) * update_freq
-        self._counter = BatchCounter(update_freq)
+        self._counter = BatchCounter(update_freq, workers)
         self._start = 0  # where the next epoch begins, in batches
         self._drawn: CountingIterator | None = None
 
@@ -72,8 +72,7 @@ class ShardedEpochs(EpochBatchIterating):
 
     def _draw(self) -> Iterator[FairseqObject]:
         while True:
-            number = self._counter.next(self.position)
-            yield self.batches.draw(self.position.shard or 0, number)
+            yield self.batches.draw(*self._counter.next(self.position))
 
 
 def sharded_batches(

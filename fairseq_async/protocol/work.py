@@ -51,6 +51,7 @@ class Report:
         residual_norm: L2 norm of the part of earlier updates that was not sent, where the worker keeps it.
         payload: checksum of a compressed update, as it has arrived at the server.
         start_payload: checksum of the compressed parameters that this work started from; None where they came in fp32.
+        offset: batch of the shard at which this update begins; of a gradient, the ``first_micro_batch``.
         micro_batches: how many of them this gradient is of, where the server assigns them.
         ranks: of this worker, where it has several.
         share: its number of ranks over the workers' mean number, in local SGD; None for 1.
@@ -102,6 +103,7 @@ class Assignment:
         idle: whether nothing is left for this worker to do while the others do their work.
         look_ahead: how many versions ahead of the server's to start.
         micro_batches: how many of them to accumulate for the next gradient; 0 where the worker decides.
+        first_micro_batch: number of the first of them in the run's order of the data; None where the worker decides.
     """
 
     learning_rate: float | None = None
@@ -114,3 +116,4 @@ class Assignment:
     idle: bool = False
     look_ahead: float = 0.0
     micro_batches: int = 0
+    first_micro_batch: int | None = None

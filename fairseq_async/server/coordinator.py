@@ -102,9 +102,12 @@ class Coordinator:
 
     def instruct(self, worker: int, receipt: Receipt | None, now: float) -> Instruction:
         """Returns the answer to a worker, with its next work; the work begins now."""
-        number = self.shares.begin(worker, now) if self.shares.micro_batches else 0
-        self.waiting.begin_work(worker, now, number or 1)
-        assignment = replace(self.plan.assign(worker), look_ahead=self.look_ahead.of(worker), micro_batches=number)
+        assignment = replace(self.plan.assign(worker), look_ahead=self.look_ahead.of(worker))
+        if self.shares.micro_batches:
+            number, sequence = self.shares.begin(worker, now), self.server.sequences.get(worker, -1) + 1
+            first = self.shares.dealer.deal(worker, sequence, number)
+            assignment = replace(assignment, micro_batches=number, first_micro_batch=first)
+        self.waiting.begin_work(worker, now, assignment.micro_batches or 1)
         return Instruction(worker, receipt, assignment, self.finished)
 
     def rejected(self, worker: int, now: float, sequence: int | None = None) -> Instruction:
@@ -271,6 +274,7 @@ class Coordinator:
         self.finished = self.finished or self.server.finished or self.plan.finished
         if waiting and self.shares.micro_batches:
             self._divide(now)
+            waiting.sort(key=lambda receipt: receipt.worker)  # each gets the batches of its part, if shares are equal
         for receipt in waiting:
             try:
                 outcome.instructions.append(self.instruct(receipt.worker, receipt, now))
@@ -361,8 +365,7 @@ class Coordinator:
         self.look_ahead.follow(self.server.version, self.server.parameters)
         if "shares" in state:  # not in an older snapshot
             self.shares.load_state_dict(state["shares"])
-        self._answered = dict(state.get("answered", {}))
-        self._merged = list(state.get("merged", []))
+        self._answered, self._merged = dict(state.get("answered", {})), list(state.get("merged", []))
         self._ended = bool(state.get("ended"))
         self.finished = self._ended or self.server.finished or self.plan.finished
 
@@ -393,4 +396,5 @@ def build_coordinator(
         waiting = NearArrivals(spec.grace_share, spec.grace_period)
     elif spec.quorum:
         waiting = Quorum(spec.quorum, spec.grace_period or 0.0, plan)
-    return Coordinator(server, plan, membership, waiting, LookAhead(spec.look_ahead), Shares(spec.micro_batches))
+    shares = Shares(spec.micro_batches, membership.announced)
+    return Coordinator(server, plan, membership, waiting, LookAhead(spec.look_ahead), shares)

@@ -27,6 +27,7 @@ from fairseq_async.simulation.rules import AdaScaleRule, build_method
 from fairseq_async.simulation.schedule import LearningRate, make_optimizer
 from fairseq_async.simulation.workers import LogicalWorker, SharedModel
 from fairseq_async.worker.connection.compressor import Compressor
+from fairseq_async.worker.shards import place
 
 _MOST_REFUSED = 3
 Write = Callable[[float, Receipt, Report, JsonObject], None]
@@ -197,6 +198,7 @@ class Trial:
             tokens=tokens,
             look_ahead=assignment.look_ahead or None,
             micro_batches=assignment.micro_batches or None,
+            offset=assignment.first_micro_batch,
             bytes_received=pulled,
             start_payload=checksum(payload),
         )
@@ -256,11 +258,15 @@ class Trial:
         start = self._start(assignment) if given is None else given
         self.server.note_pull(worker.id, start)
         if self.sends_gradients:
-            batches = assignment.micro_batches or self._micro_batches
-            number = worker.sequence if self._micro_batches == 1 else worker.drawn
+            average = self._micro_batches
+            if assignment.first_micro_batch is None:
+                batches = [(worker.id, worker.sequence * average + each) for each in range(average)]
+            else:
+                dealt = range(assignment.first_micro_batch, assignment.first_micro_batch + assignment.micro_batches)
+                batches = [place(number, len(self.workers), average) for number in dealt]
             with self._computing_at(start):
-                loss = self.model.gradient(worker, worker.id, number, batches)
-            return batches, loss, worker.weight
+                loss = self.model.gradient(worker, batches, average)
+            return len(batches), loss, worker.weight
         clip_norm = self.method.optimizer.clip_norm
         losses, tokens = self.model.local_steps(worker, start, assignment, self.rate, clip_norm)
         return assignment.local_steps, sum(losses) / assignment.local_steps, tokens
@@ -310,7 +316,6 @@ class Trial:
                 self.tokens += report.tokens or 0.0
             self.write(self.clock.now, receipt, report, settled.recorded | self._gain())
             worker.sequence += 1
-            worker.drawn += report.local_steps or 0
         if not self.finished:
             for instruction in outcome.instructions:
                 self._instruct(instruction)

@@ -13,7 +13,7 @@ from fairseq_async.simulation.experiment import OptimizerOptions
 from fairseq_async.simulation.problems.problem import Problem
 from fairseq_async.simulation.schedule import LearningRate, make_optimizer, set_lr
 from fairseq_async.worker.connection.compressor import Compressor
-from fairseq_async.worker.shards import SEEDS, ShardOrder
+from fairseq_async.worker.shards import SEEDS, BatchKey, ShardOrder
 
 _OWN_STATE = ("optimizer", "id", "report", "compressor", "streamed")
 
@@ -64,7 +64,6 @@ class LogicalWorker:
         compressor: the compressor of its updates; None where they are sent in fp32.
         streamed: its parameters between two exchanges, where fragments are exchanged.
         number: its number among the workers of all regions.
-        drawn: number of batches in its settled updates.
     """
 
     id: int
@@ -80,7 +79,6 @@ class LogicalWorker:
     compressor: Compressor | None = None
     streamed: StreamedParameters | None = None
     number: int = 0
-    drawn: int = 0
 
     def compress(self) -> None:
         """Replaces ``delta`` by what the server will decode from its bytes, and reports their number."""
@@ -149,24 +147,29 @@ class SharedModel:
         for view, parameter in zip(self.layout.views(own), self.parameters, strict=True):
             parameter.data = view
 
-    def gradient(self, worker: LogicalWorker, shard: int, number: int, batches: int = 1) -> float:
-        """Writes the mean gradient at the current parameters, of so many batches from the shard's ``number``-th, into
-        ``worker.delta``; returns the loss."""
+    def gradient(self, worker: LogicalWorker, batches: Sequence[BatchKey], average: int = 1) -> float:
+        """Writes the mean gradient of these batches at the current parameters into ``worker.delta``; returns the loss.
+
+        Args:
+            average: number of batches in a worker's step on average. The random numbers of a batch are those of the
+                worker whose part has it, whoever computes it.
+        """
         self._round()
         summed = worker.delta.zero_() if self._rounded is None else torch.zeros_like(self._rounded)
         for view, parameter in zip(self.layout.views(summed), self.parameters, strict=True):
             parameter.grad = view
         total = worker.weight = 0.0
-        for batch in range(batches):
-            loss, weight = self._loss(worker, shard, number + batch, batch)
-            loss = loss if batches == 1 else loss * weight
+        for shard, number in batches:
+            self._seed(worker.number - worker.id + shard, *divmod(number, average))
+            loss, weight = self._loss(shard, number)
+            loss = loss if len(batches) == 1 else loss * weight
             loss.backward()
             total, worker.weight = total + float(loss.detach()), worker.weight + weight
         for parameter in self.parameters:
             parameter.grad = None
         if summed is not worker.delta:
             worker.delta.copy_(summed)
-        if batches > 1:
+        if len(batches) > 1:
             worker.delta.div_(worker.weight)
             total /= worker.weight
         return total
@@ -192,7 +195,8 @@ class SharedModel:
         assert worker.optimizer is not None
         losses, tokens = [], 0.0
         for step in steps:
-            loss, weight = self._loss(worker, assignment.shard or 0, assignment.offset + step, step)
+            self._seed(worker.number, worker.sequence, step)
+            loss, weight = self._loss(assignment.shard or 0, assignment.offset + step)
             worker.optimizer.zero_grad(set_to_none=True)
             loss.backward()
             if clip_norm > 0:
@@ -219,9 +223,10 @@ class SharedModel:
         if self._rounded is not None:
             self._rounded.copy_(self._given)
 
-    def _loss(self, worker: LogicalWorker, shard: int, number: int, step: int) -> tuple[Tensor, float]:
-        own = ((self.seed * 1009 + worker.number) * 1_000_003 + worker.sequence) * 1009 + step
-        torch.manual_seed(own % SEEDS)
+    def _seed(self, worker: int, sequence: int, step: int) -> None:
+        torch.manual_seed((((self.seed * 1009 + worker) * 1_000_003 + sequence) * 1009 + step) % SEEDS)
+
+    def _loss(self, shard: int, number: int) -> tuple[Tensor, float]:
         return self.problem.loss(self.problem.batch(self._samples(shard, number)))
 
     def _samples(self, shard: int, number: int) -> Sequence[int]:

@@ -76,6 +76,8 @@ class AsyncWorker:
         sequence: the number of the worker's next update.
         done: number of local steps that were not sent yet.
         drawn: number of micro-batches in this worker's steps, where these differ in their number; else None.
+        micro_batches: how many of them the next gradient is to be of; 0 where this worker decides.
+        first_micro_batch: number of the present step's first one in the run's order, where the server deals them.
         look_ahead: number of versions ahead of ``version`` at which the worker has started.
         batches: the worker's first batches, of which a digest goes with an update.
         details: what the worker tells of itself when it joins.
@@ -90,6 +92,8 @@ class AsyncWorker:
         self.version = self.sequence = self.done = 0
         self.look_ahead = 0.0
         self.drawn: int | None = None
+        self.micro_batches = 0
+        self.first_micro_batch: int | None = None
         self.share = 1.0
         self.batches = BatchDigest()
         self.last: dict[str, float] = {}

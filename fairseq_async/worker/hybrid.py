@@ -40,7 +40,6 @@ class HybridWorker(AsyncWorker):
     Attributes:
         shard: this worker's part of the training set, of which it has drawn ``offset`` batches.
         weight: of the gradients of :meth:`step`, where it is not the number of their samples, as that of their tokens.
-        micro_batches: how many of them the next gradient is to be of; 0 where this worker decides.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class HybridWorker(AsyncWorker):
         self._begun: tuple[int, Transfer] | None = None  # the slot's address, and the gradients on their way there
         self.learning_rate = self._steps = 0.0
         self.weight: float | None = None
-        self.micro_batches = 0
         self._partial_steps, self._average = False, 0
         self.last = {"staleness": 0.0, "push_seconds": 0.0, "pull_seconds": 0.0}
 
@@ -156,6 +154,7 @@ class HybridWorker(AsyncWorker):
             pull_seconds=self.last["pull_seconds"],
             look_ahead=self.look_ahead or None,
             micro_batches=self.micro_batches or None,
+            offset=self.first_micro_batch,
             missing=f"{missing:x}" if missing else None,
             first_batch=self.batches.take(),
         )
@@ -197,7 +196,7 @@ class HybridWorker(AsyncWorker):
 
     def _note(self, assignment: Assignment) -> None:
         self.learning_rate, self._steps = assignment.learning_rate or 0.0, assignment.total_progress
-        self.micro_batches = assignment.micro_batches
+        self.micro_batches, self.first_micro_batch = assignment.micro_batches, assignment.first_micro_batch
 
     def start(self, look_ahead: float = 0.0) -> None:
         """Takes the server's parameters, or parameters ``look_ahead`` versions ahead of them; at the end of the run,

@@ -1,8 +1,10 @@
 """Determines which samples and batches of a shard a worker draws, equally in a real run and in a simulated one."""
 
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
+
+BatchKey: TypeAlias = tuple[int, int]  # a shard, and the number of a batch in it; the number goes on over passes
 
 SEEDS = 1 << 64  # that torch's generators have
 
@@ -15,7 +17,8 @@ class DataPosition(Protocol):
         shard: number of the shard; None where the server assigns none.
         offset: number of steps of the shard that were drawn before this assignment.
         done: number of steps since then.
-        drawn: number of batches of the shard in the steps before, where steps differ in their number; else None.
+        first_micro_batch: number of the step's first batch in the run's order, where the server deals the batches.
+        micro_batches: number of the step's batches, where the server deals them.
         finished: whether the run is over.
     """
 
@@ -32,30 +35,65 @@ class DataPosition(Protocol):
     def done(self) -> int: ...
 
     @property
-    def drawn(self) -> int | None: ...
+    def first_micro_batch(self) -> int | None: ...
+
+    @property
+    def micro_batches(self) -> int: ...
 
     @property
     def finished(self) -> bool: ...
 
 
+def place(number: int, workers: int, micro_batches: int) -> BatchKey:
+    """Returns the batch with this number in the order of a synchronous run, whose steps have ``micro_batches`` batches
+    of each worker's part: those of part 0, then those of part 1, and so on."""
+    step, number = divmod(number, workers * micro_batches)
+    part, number = divmod(number, micro_batches)
+    return part, step * micro_batches + number
+
+
 class BatchCounter:
-    """Numbers a shard's batches as a worker draws them. The first batch of a step depends on the step alone, not on
-    the number of batches drawn before.
+    """Numbers batches as a worker draws them. The first batch of a step depends on the step alone, not on the number of
+    batches drawn before.
 
     Args:
-        micro_batches: number of micro-batches in a local step.
+        micro_batches: number of micro-batches in a local step, or of each worker in a step, on average.
+        workers: number of workers that share the data set.
     """
 
-    def __init__(self, micro_batches: int) -> None:
-        self.micro_batches = micro_batches
+    def __init__(self, micro_batches: int, workers: int) -> None:
+        self.micro_batches, self.workers = micro_batches, workers
         self._step, self._micro_batch = (-1, -1), 0  # of the last batch drawn
+        self._dealt: tuple[int, int] | None = None  # the step's first batch in the run's order, and their number
 
-    def next(self, position: DataPosition) -> int:
-        """Returns the number of the next batch in the shard; the count goes on over further passes."""
+    def next(self, position: DataPosition) -> BatchKey:
+        """Returns the next batch at a position."""
+        key = self.peek(position)
         current = (position.sequence, position.done)
         self._step, self._micro_batch = current, self._micro_batch + 1 if current == self._step else 0
-        first = (position.offset + position.done) * self.micro_batches if position.drawn is None else position.drawn
-        return first + self._micro_batch
+        if position.first_micro_batch is not None:
+            self._dealt = position.first_micro_batch, position.micro_batches
+        return key
+
+    def peek(self, position: DataPosition) -> BatchKey:
+        """Returns what :meth:`next` would return."""
+        micro_batch = self._micro_batch + 1 if (position.sequence, position.done) == self._step else 0
+        if position.first_micro_batch is None:
+            return position.shard or 0, (position.offset + position.done) * self.micro_batches + micro_batch
+        return place(position.first_micro_batch + micro_batch, self.workers, self.micro_batches)
+
+    def following(self, key: BatchKey) -> BatchKey:
+        """Returns the batch that this worker draws after another one, if the next steps are divided as the last one."""
+        part, number = key
+        if self._dealt is None:
+            return part, number + 1
+        first, count = self._dealt
+        all_parts = self.workers * self.micro_batches
+        step, number = divmod(number, self.micro_batches)
+        number += step * all_parts + part * self.micro_batches + 1
+        if (number - first) % all_parts == count % all_parts:
+            number += all_parts - count
+        return place(number, self.workers, self.micro_batches)
 
 
 def shard_sizes(samples: int, shards: int) -> list[int]:

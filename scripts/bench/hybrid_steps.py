@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
@@ -28,13 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fairseq_async import protocol  # noqa: E402
 from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
 from fairseq_async.method.spec import JsonObject  # noqa: E402
-from fairseq_async.options.config import HybridOptions  # noqa: E402
 from fairseq_async.protocol import Receipt  # noqa: E402
 from fairseq_async.simulation import experiment as experiments  # noqa: E402
 from fairseq_async.simulation.experiment import Experiment, Method  # noqa: E402
 from fairseq_async.simulation.problems import problem as problems  # noqa: E402
 from fairseq_async.simulation.trial import Trial  # noqa: E402
-from fairseq_async.simulation.workers import LogicalWorker, SharedModel  # noqa: E402
+from fairseq_async.simulation.workers import SharedModel  # noqa: E402
 from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402
 from scripts.bench.kept import Kept  # noqa: E402
 from scripts.bench.report import Report, perplexity  # noqa: E402
@@ -52,24 +50,6 @@ _FURTHER = 2.0  # relative length of the last method's run: more than the time i
 SYNCHRONOUS = "synchronous"
 Wanted = tuple[Method, str, int, float]
 """A run: method, cluster, seed and learning rate."""
-
-
-class OneOrder(SharedModel):
-    """Workers take the next batches of one order of the whole data set, in place of those of parts of their own: the
-    samples of a run are those of the synchronous run, whatever the workers' speeds."""
-
-    taken = 0
-
-    @cached_property
-    def _whole(self) -> ShardOrder:
-        return ShardOrder([self.problem.samples], self.seed)
-
-    def gradient(self, worker: LogicalWorker, shard: int, number: int, batches: int = 1) -> float:
-        first, self.taken = self.taken, self.taken + batches
-        return super().gradient(worker, shard, first, batches)
-
-    def _samples(self, shard: int, number: int) -> Sequence[int]:
-        return self._whole.indices(0, number * self.batch_size, self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -100,13 +80,10 @@ class Bench:
 
     Args:
         bleu: translates the test set at the end of each run; the problem must be one of translation.
-        kind: of the model that the workers of a run share.
     """
 
-    def __init__(
-        self, experiment: Experiment, cache: Path, bleu: bool = False, kind: type[SharedModel] = SharedModel
-    ) -> None:
-        self.experiment, self.bleu, self.kind, self._done = experiment, bleu, kind, Kept(cache, Outcome)
+    def __init__(self, experiment: Experiment, cache: Path, bleu: bool = False) -> None:
+        self.experiment, self.bleu, self._done = experiment, bleu, Kept(cache, Outcome)
 
     def run_missing(self, wanted: Sequence[Wanted], processes: int) -> None:
         """Runs those of the wanted runs that have no result yet, in this number of processes."""
@@ -143,7 +120,7 @@ class Bench:
     def run(self, method: Method, cluster: str, seed: int, lr: float) -> Outcome:
         torch.set_num_threads(1)
         further = _FURTHER if cluster in BOUNDS and method == self.experiment.methods[-1] else 1.0
-        trial, receipts = self._trial(method, cluster, seed, lr, further, self.kind)
+        trial, receipts = self._trial(method, cluster, seed, lr, further)
         workers = trial.cluster.workers
         steps, every = self.experiment.steps * workers, self.experiment.evaluate_every * workers
         curve: list[tuple[float, float]] = []
@@ -176,7 +153,7 @@ class Bench:
         seed: int,
         lr: float,
         further: float,
-        kind: type[SharedModel],
+        kind: type[SharedModel] = SharedModel,
     ) -> tuple[Trial, list[Receipt]]:
         given, cluster = self.experiment, self.experiment.clusters[cluster_name]
         steps = math.ceil(given.steps * further)
@@ -244,22 +221,16 @@ def main(
     cache: Annotated[Path | None, typer.Option(help="What was run, to go on from.")] = None,
     own_rates: Annotated[bool, typer.Option("--own-rates", help="Each method at its own best rate.")] = False,
     bleu: Annotated[bool, typer.Option("--bleu", help="Translate the test set at the end of each run.")] = False,
-    one_order: Annotated[
-        bool, typer.Option("--one-order", help="Workers take the next batches of all data, not of their own parts.")
-    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="For what is printed.")] = None,
 ) -> None:
     """Print, for each cluster, what each method comes to at the synchronous run's best learning rate, or at its own."""
     report = Report(f"hybrid's steps, {path.name}")
     try:
-        kept = cache or Path("runs/hybrid_steps") / f"{path.stem}{'_one_order' if one_order else ''}.jsonl"
-        bench = Bench(experiments.read(path), kept, bleu, OneOrder if one_order else SharedModel)
+        bench = Bench(experiments.read(path), cache or Path("runs/hybrid_steps") / f"{path.stem}.jsonl", bleu)
     except ConfigurationError as error:
         fail(error)
     if bleu and bench.experiment.head.problem["type"] != "fairseq_translation":
         fail(f"--bleu: {path} has no translations to score; leave it out")
-    if one_order and any(not isinstance(each.options, HybridOptions) for each in bench.experiment.methods):
-        fail(f"--one-order: {path} has methods with shards of the data; leave it out, or keep hybrid_async alone")
     (synchronous, *others), clusters = bench.experiment.methods, list(bench.experiment.clusters)
     numbers, tried = range(1, seeds + 1), [float(rate) for rate in rates.split(",")]
     bench.run_missing([(synchronous, clusters[0], seed, rate) for seed in numbers for rate in tried], processes)

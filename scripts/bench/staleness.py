@@ -36,7 +36,7 @@ from fairseq_async.simulation.rules import build_method  # noqa: E402
 from fairseq_async.simulation.schedule import LearningRate  # noqa: E402
 from fairseq_async.simulation.trial import Trial  # noqa: E402
 from fairseq_async.simulation.workers import LogicalWorker, SharedModel  # noqa: E402
-from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402
+from fairseq_async.worker.shards import BatchKey, ShardOrder, shard_sizes  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
 _FEWEST = 40  # steps: the first look is at an eighth of them, and goes 4 versions back
@@ -55,7 +55,7 @@ class Gradient:
 class NoGradients(SharedModel):
     """A model that computes no gradients, to find only the order in which they arrive."""
 
-    def gradient(self, worker: LogicalWorker, shard: int, number: int, batches: int = 1) -> float:
+    def gradient(self, worker: LogicalWorker, batches: Sequence[BatchKey], average: int = 1) -> float:
         worker.weight = 1.0
         return 0.0
 
@@ -99,9 +99,9 @@ class Turning:
         self.model.flat.copy_(parameters)
         total, shards = torch.zeros_like(parameters), self.model.order.sizes
         for number in range(self.BATCHES):
-            shard, self._probe.sequence = number % len(shards), number
+            shard = number % len(shards)
             first = 3 * shards[shard] // (4 * self.model.batch_size)
-            self.model.gradient(self._probe, shard, first + number // len(shards))
+            self.model.gradient(self._probe, [(shard, first + number // len(shards))])
             total += self._probe.delta
         return total
 
@@ -127,9 +127,8 @@ def train(
     model.live_in(model.flat)
     for each in gradients:
         worker = at[each.worker]
-        worker.sequence = each.number
         model.flat.copy_(past[each.base])
-        model.gradient(worker, each.worker, each.number)
+        model.gradient(worker, [(each.worker, each.number)])
         server.push(Update(worker.id, each.number, each.base, worker.weight, worker.delta))
         if server.version not in past:
             past[server.version] = parameters.clone()

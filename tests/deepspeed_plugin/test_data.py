@@ -194,13 +194,13 @@ def test_a_batch_size_by_which_the_loader_does_not_number_is_one_line(
     assert f"error: {name}(8): with training_data= the batch size stays" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("drawn", "most"), [(None, 1 + 2 + 16), (0, 1 + 3 * 2 + 16)])
+@pytest.mark.parametrize(("dealt", "most"), [(None, 1 + 2 + 16), (0, 1 + 3 * 2 + 16)])
 def test_a_worker_may_have_nearly_all_micro_batches_of_a_step_where_the_server_divides_it(
-    drawn: int | None, most: int, capsys: pytest.CaptureFixture[str]
+    dealt: int | None, most: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of three workers, with two micro-batches a step on average; 16 more may be drawn ahead."""
-    share, position = DataShare([99], 3, 1, 2, 0, 1), Position()
-    position.drawn = drawn
+    share, position = DataShare([33] * 3, 3, 1, 2, 0, 1), Position()
+    position.first_micro_batch = dealt
     made = ShardedLoader(Numbers(99), share, 1, None, lambda: position, True, Loading(), lambda: next(trained))  # type: ignore[arg-type]
     trained = chain([0], repeat(1))
     batches, count = iter(made), 0

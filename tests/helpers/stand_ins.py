@@ -27,7 +27,8 @@ class Position:
     shard: int | None = 0
     offset: int = 0
     done: int = 0
-    drawn: int | None = None
+    first_micro_batch: int | None = None
+    micro_batches: int = 0
     finished: bool = False
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from fairseq_async.method.option_flags import spelling
 from fairseq_async.method.spec import hybrid_spec
 from fairseq_async.options.config import HybridOptions
 from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
+from fairseq_async.server.rounds.dealer import Dealer
 from fairseq_async.server.rounds.shares import Shares
 from fairseq_async.simulation.schedule import LearningRate, make_optimizer, set_lr
 from fairseq_async.simulation.trial import Trial
-from scripts.bench.hybrid_steps import OneOrder
+from fairseq_async.worker.shards import BatchCounter, place
 from tests.helpers.simulations import Log, experiment, finish, run, trial
 
 EQUAL: dict[str, Any] = {"method": "hybrid_async", "micro_batches": 4}
@@ -108,6 +110,31 @@ def test_where_all_take_too_long_each_has_the_mean_again() -> None:
     assert [workers.shares.begin(each, began + 100.0) for each in (0, 1)] == [4, 4]
 
 
+def test_batches_are_dealt_in_one_order_and_again_to_who_comes_back_without_a_gradient() -> None:
+    dealer = Dealer(2, 4)
+    assert [dealer.deal(worker, 0, 4) for worker in (1, 0)] == [4, 0], "whoever comes first has the batches of its part"
+    assert [dealer.deal(0, 1, 6), dealer.deal(1, 1, 2), dealer.deal(0, 2, 6)] == [8, 14, 16]
+    again = Dealer(2, 4)
+    again.load_state_dict(dealer.state_dict())
+    assert [again.deal(0, 2, 6), again.deal(1, 1, 1), again.deal(2, 0, 4), again.deal(1, 1, 3)] == [16, 14, 22, 26]
+
+
+def test_the_order_has_the_batches_of_each_part_in_turn_step_after_step() -> None:
+    first = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert [place(number, 2, 3) for number in range(8)] == [*first, (0, 3), (0, 4)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 6, 7, 8])
+def test_the_batches_of_the_following_steps_are_foreseen_while_the_division_stays(count: int) -> None:
+    """Two workers have four batches each on average."""
+    counter, drawn = BatchCounter(4, 2), []
+    position: Any = SimpleNamespace(sequence=0, done=0, first_micro_batch=21, micro_batches=count)
+    for position.sequence in range(3):
+        drawn += [counter.next(position) for _ in range(count)]
+        position.first_micro_batch += 8
+    assert [counter.following(key) for key in drawn[:-1]] == drawn[1:]
+
+
 def test_a_step_of_so_many_gradients_and_one_without_micro_batches_are_refused() -> None:
     fewer = {"updates_per_step": 1, "micro_batches": 4}
     for given, said in ((fewer, "leave it"), (fewer | BARRIER, "leave it"), ({}, "give --update-freq of at least 2")):
@@ -132,14 +159,13 @@ def in_float64(simulated: Trial, log: Log) -> Tensor:
     parameters = list(double.parameters())
     optimizer = make_optimizer(simulated.method.optimizer, parameters)
     rate = LearningRate(simulated.rate.options, simulated.rate.lr, 80 // 4)
-    drawn: dict[int, int] = {}
     for number, (_, step) in enumerate(groupby(log.events, key=lambda event: event[0])):
         chosen: list[int] = []
-        for _, receipt, report in step:
-            first = drawn.get(receipt.worker, 0)
-            count = report.micro_batches or 4
-            drawn[receipt.worker] = first + count
-            chosen += model.order.indices(receipt.worker, first * model.batch_size, count * model.batch_size)
+        for _, _, report in step:
+            assert report.offset is not None and report.micro_batches is not None
+            for each in range(report.offset, report.offset + report.micro_batches):
+                part, batch = place(each, 2, 4)
+                chosen += model.order.indices(part, batch * model.batch_size, model.batch_size)
         set_lr(optimizer, rate(number))
         optimizer.zero_grad()
         points, labels = problem.batch(chosen)
@@ -165,15 +191,22 @@ def test_a_step_is_that_of_a_synchronous_run_with_the_same_micro_batches(tmp_pat
     torch.testing.assert_close(simulated.parameters.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_where_all_take_the_next_batches_of_one_order_the_run_is_the_synchronous_one(tmp_path: Path) -> None:
-    """Whatever the speeds: each step then has the samples of the synchronous run."""
-    same = {"optimizer": {"type": "sgd", "lr": 0.05, "momentum": 0.9}, **cluster(1.0, 3.0)}
-    ended = [
-        finish(trial(experiment(tmp_path, methods={"it": method}, **same), kind=OneOrder))
-        for method in (SHARES, EQUAL | BARRIER)
-    ]
-    torch.testing.assert_close(*ended, rtol=1e-5, atol=1e-6)
-    assert not torch.allclose(ended[0], run(tmp_path, SHARES, **same)[0].parameters, rtol=1e-3, atol=1e-4)
+def test_with_a_barrier_the_run_is_the_synchronous_one_whatever_the_speeds(tmp_path: Path) -> None:
+    """Each step has the batches of a synchronous step, and who computes them makes no difference but rounding."""
+    same = {"optimizer": {"type": "sgd", "lr": 0.05, "momentum": 0.9}, **cluster(1.0, 1.0, 3.0)}
+    ours, log = run(tmp_path, SHARES, **same)
+    theirs, _ = run(tmp_path, EQUAL | BARRIER, **same)
+    assert [report.micro_batches for _, _, report in log.events][-3:] != [4, 4, 4]
+    torch.testing.assert_close(ours.parameters, theirs.parameters, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("seconds", [(1.0, 3.0), (NOISY, NOISY | {"mean": 3.0})], ids=["steady", "noisy"])
+def test_each_batch_is_trained_once_whoever_is_fast(tmp_path: Path, seconds: tuple[Any, ...]) -> None:
+    _, log = run(tmp_path, AUTO, **cluster(*seconds))
+    work = [(report.offset or 0, report.micro_batches or 0) for _, _, report in log.events]
+    trained = [number for first, count in work for number in range(first, first + count)]
+    assert len(set(trained)) == len(trained) > 100
+    assert len(set(range(len(trained))) - set(trained)) <= 8, "only the last ones may still be at work"
 
 
 @pytest.mark.parametrize("waits", [BARRIER, {}], ids=["barrier", "near arrivals"])

@@ -281,9 +281,9 @@ def test_a_new_server_is_given_the_state_of_rank_0_and_one_that_has_its_own_is_g
 
 def test_the_first_batch_of_a_step_depends_on_the_step_alone() -> None:
     """The second step is another one, though as much of its shard is done: an update, and a shard, are between them."""
-    counter = BatchCounter(2)
+    counter = BatchCounter(2, 1)
     drawn = []
     for sequence, offset, done in ((0, 0, 0), (1, 4, 0), (1, 4, 1), (2, 9, 1)):
-        at = SimpleNamespace(sequence=sequence, offset=offset, done=done, drawn=None, finished=False)
+        at: Any = SimpleNamespace(sequence=sequence, shard=3, offset=offset, done=done, first_micro_batch=None)
         drawn.append([counter.next(at) for _ in range(2)])
-    assert drawn == [[0, 1], [8, 9], [10, 11], [20, 21]]
+    assert drawn == [[(3, batch) for batch in step] for step in ([0, 1], [8, 9], [10, 11], [20, 21])]

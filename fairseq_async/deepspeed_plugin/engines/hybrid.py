@@ -77,6 +77,7 @@ class HybridEngine(AsyncEngine):
     _has_gradient = False  # whether backward was called since the last step
     _served: torch.optim.Optimizer | None = None
     _share = 0  # number of micro-batches in the present gradient, where the server says it
+    deals = False  # whether batches are drawn from training_data, which the server deals
     _first = _passes = 0  # micro_steps at its first one, and its calls of backward
     _saves = False  # whether the engine itself saves the optimizer, with the server's state beside it
 
@@ -205,8 +206,9 @@ class HybridEngine(AsyncEngine):
         """Ends as :meth:`AsyncEngine.end`. Micro-batches that a loop has left are sent first where they complete a step
         of the average number, which plain DeepSpeed would have taken."""
         if self._share and not (for_all or self.finished):
-            rest, drawn, average = self.micro_steps - self._first, self.async_worker.drawn or 0, self.spec.micro_batches
-            if drawn // average < (drawn + rest) // average:
+            rest, step = self.micro_steps - self._first, self.spec.micro_batches * (self.workers if self.deals else 1)
+            first = (self.async_worker.first_micro_batch if self.deals else self.async_worker.drawn) or 0
+            if first // step < (first + rest) // step:
                 self._step_with(rest)
         super().end(for_all)
 

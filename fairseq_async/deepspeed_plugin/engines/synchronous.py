@@ -151,7 +151,7 @@ class GroupPosition:
         self._engine = engine
         self.sequence = self.offset = 0
         self.shard: int | None = 0
-        self.drawn = None
+        self.first_micro_batch, self.micro_batches = None, 0
 
     @property
     def done(self) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from itertools import repeat
 
 from fairseq_async.algorithms.rule import State
+from fairseq_async.server.rounds.dealer import Dealer
 from fairseq_async.server.rounds.near_arrivals import StepTime
 
 _MEASURED = 3  # steps of a worker before its time counts: one odd batch says nothing
@@ -27,13 +28,15 @@ class Shares:
 
     Args:
         micro_batches: U; 0 where every worker decides by itself.
+        workers: number of workers that were announced.
 
     Attributes:
+        dealer: says which micro-batches they are.
         begun: the time when each worker was given its present work, and the number of micro-batches in it.
     """
 
-    def __init__(self, micro_batches: int) -> None:
-        self.micro_batches = micro_batches
+    def __init__(self, micro_batches: int, workers: int = 1) -> None:
+        self.micro_batches, self.dealer = micro_batches, Dealer(workers, micro_batches)
         self.begun: dict[int, tuple[float, int]] = {}
         self._took: dict[int, list[float]] = {}  # seconds a micro-batch, in each worker's last steps
         self._given: dict[int, int] = {}
@@ -92,11 +95,13 @@ class Shares:
 
     def state_dict(self) -> State:
         """Returns what another server needs; the times in ``begun`` are of this one's clock."""
-        return {"took": self._took, "given": self._given}
+        return {"took": self._took, "given": self._given, "dealer": self.dealer.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
         self._took = {worker: list(took) for worker, took in state["took"].items()}
         self._given = dict(state["given"])
+        if "dealer" in state:  # not in an older snapshot
+            self.dealer.load_state_dict(state["dealer"])
 
 
 def _are_equal(times: dict[int, StepTime]) -> bool:
