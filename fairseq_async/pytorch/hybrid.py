@@ -140,6 +140,18 @@ class HybridAsync(AsyncTraining):
         return self.async_worker.micro_batches or self.options.micro_batches
 
     @property
+    def batch_numbers(self) -> range:
+        """The numbers of this worker's next batches, for a script whose workers know all batches in the same order.
+
+        The server deals them, so that all workers together train each number once, whatever their speeds.
+        """
+        worker, number = self.async_worker, self.micro_batches
+        first = worker.first_micro_batch
+        if first is None:  # all workers have the same number in each step
+            first = number * (worker.sequence * self.workers + worker.shard)
+        return range(first, first + number)
+
+    @property
     def step_is_due(self) -> bool:
         """Whether ``backward`` was called for all micro-batches of the step."""
         return self._passes is None or self._passes.count >= self.micro_batches

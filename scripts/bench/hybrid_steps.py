@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
@@ -32,8 +35,8 @@ from fairseq_async.simulation import experiment as experiments  # noqa: E402
 from fairseq_async.simulation.experiment import Experiment, Method  # noqa: E402
 from fairseq_async.simulation.problems import problem as problems  # noqa: E402
 from fairseq_async.simulation.trial import Trial  # noqa: E402
-from fairseq_async.simulation.workers import SharedModel  # noqa: E402
-from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402
+from fairseq_async.simulation.workers import LogicalWorker, SharedModel  # noqa: E402
+from fairseq_async.worker.shards import BatchKey, ShardOrder, shard_sizes  # noqa: E402
 from scripts.bench.kept import Kept  # noqa: E402
 from scripts.bench.report import Report, perplexity  # noqa: E402
 from scripts.bench.staleness import NoGradients  # noqa: E402
@@ -50,6 +53,28 @@ _FURTHER = 2.0  # relative length of the last method's run: more than the time i
 SYNCHRONOUS = "synchronous"
 Wanted = tuple[Method, str, int, float]
 """A run: method, cluster, seed and learning rate."""
+
+
+class OwnParts(SharedModel):
+    """Workers draw from parts of their own, of which a fast worker trains more passes, as in fairseq and the Trainer.
+    Otherwise the server deals the batches where it gives the workers shares."""
+
+    _steps: Iterator[int] | None = None
+
+    @cached_property
+    def _drawn(self) -> Counter[int]:
+        return Counter()
+
+    def gradient(self, worker: LogicalWorker, batches: Sequence[BatchKey], average: int = 1) -> float:
+        first, self._worker, self._steps = self._drawn[worker.id], worker, count()
+        self._drawn[worker.id] += len(batches)
+        own = [(worker.id, number) for number in range(first, first + len(batches))]
+        return super().gradient(worker, own, average)
+
+    def _seed(self, worker: int, sequence: int, step: int) -> None:
+        if self._steps is not None:
+            worker, sequence, step = self._worker.number, self._worker.sequence, next(self._steps)
+        super()._seed(worker, sequence, step)
 
 
 @dataclass(frozen=True)
@@ -80,10 +105,13 @@ class Bench:
 
     Args:
         bleu: translates the test set at the end of each run; the problem must be one of translation.
+        kind: of the model that the workers of a run share.
     """
 
-    def __init__(self, experiment: Experiment, cache: Path, bleu: bool = False) -> None:
-        self.experiment, self.bleu, self._done = experiment, bleu, Kept(cache, Outcome)
+    def __init__(
+        self, experiment: Experiment, cache: Path, bleu: bool = False, kind: type[SharedModel] = SharedModel
+    ) -> None:
+        self.experiment, self.bleu, self.kind, self._done = experiment, bleu, kind, Kept(cache, Outcome)
 
     def run_missing(self, wanted: Sequence[Wanted], processes: int) -> None:
         """Runs those of the wanted runs that have no result yet, in this number of processes."""
@@ -120,7 +148,7 @@ class Bench:
     def run(self, method: Method, cluster: str, seed: int, lr: float) -> Outcome:
         torch.set_num_threads(1)
         further = _FURTHER if cluster in BOUNDS and method == self.experiment.methods[-1] else 1.0
-        trial, receipts = self._trial(method, cluster, seed, lr, further)
+        trial, receipts = self._trial(method, cluster, seed, lr, further, self.kind)
         workers = trial.cluster.workers
         steps, every = self.experiment.steps * workers, self.experiment.evaluate_every * workers
         curve: list[tuple[float, float]] = []
@@ -153,7 +181,7 @@ class Bench:
         seed: int,
         lr: float,
         further: float,
-        kind: type[SharedModel] = SharedModel,
+        kind: type[SharedModel],
     ) -> tuple[Trial, list[Receipt]]:
         given, cluster = self.experiment, self.experiment.clusters[cluster_name]
         steps = math.ceil(given.steps * further)
@@ -221,12 +249,16 @@ def main(
     cache: Annotated[Path | None, typer.Option(help="What was run, to go on from.")] = None,
     own_rates: Annotated[bool, typer.Option("--own-rates", help="Each method at its own best rate.")] = False,
     bleu: Annotated[bool, typer.Option("--bleu", help="Translate the test set at the end of each run.")] = False,
+    own_parts: Annotated[
+        bool, typer.Option("--own-parts", help="Workers with shares draw from parts of their own, as in fairseq.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="For what is printed.")] = None,
 ) -> None:
     """Print, for each cluster, what each method comes to at the synchronous run's best learning rate, or at its own."""
     report = Report(f"hybrid's steps, {path.name}")
     try:
-        bench = Bench(experiments.read(path), cache or Path("runs/hybrid_steps") / f"{path.stem}.jsonl", bleu)
+        kept = cache or Path("runs/hybrid_steps") / f"{path.stem}{'_own_parts' if own_parts else ''}.jsonl"
+        bench = Bench(experiments.read(path), kept, bleu, OwnParts if own_parts else SharedModel)
     except ConfigurationError as error:
         fail(error)
     if bleu and bench.experiment.head.problem["type"] != "fairseq_translation":

@@ -61,14 +61,14 @@ def experiment(tmp_path: Path, **changes: Any) -> Experiment:
     return read(path)
 
 
-def trial(given: Experiment, log: Log | None = None) -> Trial:
+def trial(given: Experiment, log: Log | None = None, kind: type[SharedModel] = SharedModel) -> Trial:
     """The first method on the first cluster."""
     torch.manual_seed(given.seed)
     arguments = {key: value for key, value in given.head.problem.items() if key != "type"}
     problem = Gaussians(given.seed, torch.device("cpu"), **arguments)
     (cluster,) = given.clusters.values()
     order = ShardOrder(shard_sizes(problem.samples, cluster.workers), given.seed)
-    model = SharedModel(problem, given.head.batch_size, order, given.seed)
+    model = kind(problem, given.head.batch_size, order, given.seed)
     return Trial(given, given.methods[0], cluster, model, model.flat.clone(), log or Log())
 
 

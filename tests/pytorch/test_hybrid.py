@@ -326,6 +326,32 @@ def test_a_step_of_shares_is_synchronous_with_the_same_micro_batches(
         torch.testing.assert_close(own.double(), of_steps(taken), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("shares", ["auto", "equal"])
+def test_batches_by_number_make_the_run_the_synchronous_one_whatever_the_speeds(
+    workers: Start, monkeypatch: pytest.MonkeyPatch, shares: str
+) -> None:
+    monkeypatch.setattr(Shares, "divide", lambda self, *_: setattr(self, "_given", {0: 6, 1: 2}))
+    taken: list[int] = []
+
+    def train(_: int) -> Tensor:
+        model = model_of()
+        optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+        options: dict[str, Any] = {"barrier": True, "micro_batches": 4, "shares": shares, "total_steps": STEPS}
+        with HybridAsync(model, optimizer, **options) as worker:
+            while not worker.finished:
+                for number in worker.batch_numbers:
+                    (loss_of(model, 0, number) / worker.micro_batches).backward()
+                    taken.append(number)
+                optimizer.step()
+                optimizer.zero_grad()
+        return flat(model)
+
+    ended = workers(2, gradient_main.build).run(train)
+    assert sorted(taken) == list(range(8 * STEPS))
+    for own in ended:
+        torch.testing.assert_close(own.double(), of_steps([[8] * STEPS]), rtol=1e-6, atol=1e-6)
+
+
 def test_a_step_before_it_is_due_is_one_line(workers: Start, capfd: pytest.CaptureFixture[str]) -> None:
     def train(worker: int) -> None:
         model = model_of()

@@ -20,7 +20,9 @@ from fairseq_async.server.rounds.dealer import Dealer
 from fairseq_async.server.rounds.shares import Shares
 from fairseq_async.simulation.schedule import LearningRate, make_optimizer, set_lr
 from fairseq_async.simulation.trial import Trial
+from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.worker.shards import BatchCounter, place
+from scripts.bench.hybrid_steps import OwnParts
 from tests.helpers.simulations import Log, experiment, finish, run, trial
 
 EQUAL: dict[str, Any] = {"method": "hybrid_async", "micro_batches": 4}
@@ -198,6 +200,13 @@ def test_with_a_barrier_the_run_is_the_synchronous_one_whatever_the_speeds(tmp_p
     theirs, _ = run(tmp_path, EQUAL | BARRIER, **same)
     assert [report.micro_batches for _, _, report in log.events][-3:] != [4, 4, 4]
     torch.testing.assert_close(ours.parameters, theirs.parameters, rtol=1e-5, atol=1e-6)
+
+
+def test_with_parts_of_their_own_equal_workers_are_the_same_and_others_are_not(tmp_path: Path) -> None:
+    for seconds in ((1.0, 1.0), (1.0, 3.0)):
+        given = experiment(tmp_path, methods={"it": SHARES}, **cluster(*seconds))
+        ended = [finish(trial(given, kind=kind)) for kind in (SharedModel, OwnParts)]
+        assert torch.equal(*ended) == (seconds == (1.0, 1.0))
 
 
 @pytest.mark.parametrize("seconds", [(1.0, 3.0), (NOISY, NOISY | {"mean": 3.0})], ids=["steady", "noisy"])
