@@ -16,7 +16,7 @@ from fairseq_async.simulation.hierarchy import Hierarchy, OrderOfRegion, simulat
 from fairseq_async.simulation.problems.gaussians import Gaussians
 from fairseq_async.simulation.simulated_run import SimulatedRun
 from fairseq_async.simulation.trial import Trial
-from fairseq_async.simulation.workers import LogicalWorker, SharedModel
+from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.worker.shards import ShardOrder, shard_sizes
 from scripts.faults.digest import digest
 from tests.helpers.references import HALoS64
@@ -56,8 +56,8 @@ def test_each_step_of_each_worker_of_all_regions_has_random_numbers_of_its_own()
     model = SharedModel(problem, 1, ShardOrder([4], 3), 3)
 
     def drawn(number: int, sequence: int, step: int) -> float:
-        worker = LogicalWorker(id=0, delta=torch.empty(0), number=number, sequence=sequence)
-        return float(model._loss(worker, 0, 0, step)[0])
+        model._seed(number, sequence, step)
+        return float(model._loss(0, 0)[0])
 
     cases = list(product(range(3), repeat=3))
     values = [drawn(*case) for case in cases]
