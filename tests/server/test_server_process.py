@@ -78,7 +78,7 @@ def test_the_run_ends_for_all_at_the_last_version_and_the_server_with_the_last_w
     first.leave(finished=True)
     assert process.process.poll() is None
     second.leave(finished=False)
-    assert process.process.wait(timeout=10) == 0
+    assert process.process.wait(timeout=60) == 0
 
 
 def test_a_finished_run_stays_for_a_worker_0_that_has_died_and_comes_back(process: ServerProcess) -> None:
@@ -90,7 +90,7 @@ def test_a_finished_run_stays_for_a_worker_0_that_has_died_and_comes_back(proces
     again = Client(process.address, process.token, 0)
     assert again.join(LAYOUT, sgd_spec(last_version=1)).finished and pull(again) == (1, 0.5)
     again.leave(finished=False)
-    assert process.process.wait(timeout=10) == 0
+    assert process.process.wait(timeout=60) == 0
 
 
 def test_the_last_state_of_a_run_is_kept_where_worker_0_hangs_at_its_end(
@@ -115,7 +115,7 @@ def test_a_server_that_dies_is_an_error_at_once(process: ServerProcess) -> None:
 def test_a_server_ends_with_the_process_that_started_it(process: ServerProcess) -> None:
     assert process.process.stdin is not None
     process.process.stdin.close()
-    assert process.process.wait(timeout=10) == 0
+    assert process.process.wait(timeout=60) == 0
 
 
 def test_a_server_is_stopped_in_a_directory_that_has_become_read_only(

@@ -175,7 +175,7 @@ def test_a_server_that_was_a_standby_is_no_zombie_where_this_process_takes_over_
     child = os.fork()
     if child == 0:
         os._exit(0)
-    assert Adopted(child, open(os.devnull, "wb")).wait(10) == -signal.SIGKILL
+    assert Adopted(child, open(os.devnull, "wb")).wait(60) == -signal.SIGKILL
     with pytest.raises(ChildProcessError):
         os.waitpid(child, os.WNOHANG)
 

@@ -42,7 +42,7 @@ def test_a_second_signal_ends_it_at_once(processes: Processes) -> None:
     process.terminate()
     assert process.stdout is not None and process.stdout.readline() == "ends\n"
     process.terminate()
-    assert process.wait(10) == -signal.SIGTERM
+    assert process.wait(60) == -signal.SIGTERM
 
 
 def test_the_last_server_of_several_is_the_one_that_is_ended(processes: Processes) -> None:
