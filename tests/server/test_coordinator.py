@@ -63,6 +63,10 @@ def test_a_barrier_waits_for_all_and_answers_them_in_their_order() -> None:
     assert [settled.receipt.worker for settled in outcome.settled] == answered(outcome) == [0, 1, 2]
     assert run.version == 1 and run.parameter == -2.0
     assert outcome.settled[0].control_events == (ControlEvent("limit_round", updates=3),)
+    run.push(0, 1.0, now=5.0), run.push(1, 1.0, now=6.0)
+    run.coordinator.recount(6.5, changed=True)
+    again = run.push(2, 1.0, now=7.0)
+    assert run.version == 2 and not any(each.control_events for each in again.settled), "the limit is the same"
 
 
 def test_a_barrier_goes_on_without_a_worker_that_left() -> None:
