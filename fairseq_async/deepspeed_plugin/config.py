@@ -131,6 +131,7 @@ BF16 = ("bf16", "bfloat16")  # which is DeepSpeed's older name of it
 _HALF_PRECISION = ("fp16", *BF16, "amp")
 _FLOAT16 = ("float16", "torch.float16", "fp16", "half")  # DeepSpeed's names of it
 _BFLOAT16 = ("bfloat16", "torch.bfloat16", "bf16")
+FLOAT32 = ("float32", "torch.float32", "fp32", "float")
 _STAGES = {"local_sgd": (0, 1, 2, 3), "hybrid_async": (0, 1, 2, 3), "adasum": (0, 1, 2), "adascale": (0, 1, 2)}
 _REASON = ", whose optimizer steps in the server"
 
@@ -178,10 +179,12 @@ def _check_hybrid(config: dict[str, Any], name: str) -> None:
 def _check_sums(config: dict[str, Any], name: str) -> None:
     """Checks that micro-batches are to be added up in the model's type, or in fp32 where this torch can do so."""
     kind = _object(config, "data_types", name).get("grad_accum_dtype")
-    own = next((key for key in ("bf16", "fp16") if _object(config, key, name).get("enabled", False)), "fp32")
-    if kind in (None, own) or (kind == "fp32" and hasattr(Tensor, "grad_dtype")):
+    types = dict.fromkeys(BF16, _BFLOAT16) | {"fp16": _FLOAT16}
+    own = next((each for key, each in types.items() if _object(config, key, name).get("enabled", False)), FLOAT32)
+    if kind is None or kind in own or (kind in FLOAT32 and hasattr(Tensor, "grad_dtype")):
         return
-    remedy = "with this version of torch, which has no Tensor.grad_dtype" if kind == "fp32" else f"of a model in {own}"
+    old = "with this version of torch, which has no Tensor.grad_dtype"
+    remedy = old if kind in FLOAT32 else f"of a model in {own[0]}"
     raise ConfigurationError(
         f'{name}: "data_types": "grad_accum_dtype" {kind!r} is not supported with method hybrid_async {remedy}: leave '
         'it out, or give "zero_optimization": {"stage": 3}'

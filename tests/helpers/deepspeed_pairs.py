@@ -112,7 +112,7 @@ CASES: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "checkpoint": of_a_checkpoint,
     "local": of_the_script,
     "bf16": partial(in_half_precision, bf16={"enabled": True}),
-    "sums": partial(in_half_precision, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}),
+    "sums": partial(in_half_precision, bf16={"enabled": True}, data_types={"grad_accum_dtype": "float32"}),
     "fp16": in_fp16,
     "muon": of_deepspeeds_muon,
     "muon_local": of_deepspeeds_muon,
