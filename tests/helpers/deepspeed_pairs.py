@@ -66,9 +66,10 @@ def in_half_precision(model: nn.Module, **precision: Any) -> dict[str, Any]:
 
 
 def in_fp32_sums(model: nn.Module) -> dict[str, Any]:
-    """Of four micro-batches in bf16, which sums in bf16 would round."""
-    sums = {"data_types": {"grad_accum_dtype": "float32"}, "gradient_accumulation_steps": 4}
-    return in_half_precision(model, bf16={"enabled": True}, **sums)
+    """Of micro-batches in bf16, which sums in bf16 would round. SGD with a momentum shows what Adam divides out."""
+    arguments = in_half_precision(model, bf16={"enabled": True}, data_types={"grad_accum_dtype": "float32"})
+    arguments["config"] = arguments["config"] | {"gradient_accumulation_steps": 4, "gradient_clipping": 0.0}
+    return arguments | {"optimizer": SGD(groups(model), lr=0.5, momentum=0.9)}
 
 
 def in_fp16(model: nn.Module) -> dict[str, Any]:
