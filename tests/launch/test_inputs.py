@@ -159,6 +159,14 @@ def test_the_launcher_says_it_before_it_starts_or_writes_anything(
     assert said.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
+def test_a_command_without_a_model_is_one_line(made: Callable[..., Path]) -> None:
+    job = ["fairseq-train", str(made(*PAIR)), "--optimizer", "hybrid_async"]
+    with pytest.raises(ConfigurationError, match="^--arch is missing: give the name of a model, as --arch t"):
+        WorkerCommand(job).check_inputs()
+    for given in (["--arch", "transformer"], ["-a", "lstm"], ["--arc=lstm"], ["--user-dir", "."]):
+        WorkerCommand([*job, *given]).check_inputs()
+
+
 def test_a_port_of_ranks_that_is_taken_is_one_line_before_they_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

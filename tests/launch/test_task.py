@@ -96,7 +96,7 @@ def test_the_worker_is_the_command_with_what_fairseq_needs(monkeypatch: pytest.M
     monkeypatch.setattr(os, "execve", lambda *given: became.append(given))
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-    job = ["fairseq-train", str(data), "--optimizer", "hybrid_async", "--server", "10.0.0.1:29400"]
+    job = ["fairseq-train", str(data), "--optimizer", "hybrid_async", "--server", "10.0.0.1:29400", "--arch", "t"]
     become_worker(job)
     ((program, line, variables),) = became
     assert line[1 : len(job)] == job[1:] and line[len(job) :][0::2] == ["--user-dir", "--distributed-world-size"]

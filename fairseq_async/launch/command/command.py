@@ -88,7 +88,7 @@ class WorkerCommand:
         self.on_cpu = given.cpu
         self.resumes = not any(flag.partition("=")[0] in _BEGINS_ANEW for flag in self.arguments)
         self._optimizer = given.optimizer
-        self._has_user_dir = given.user_dir is not None
+        self._has_user_dir, self._arch = given.user_dir is not None, given.arch
         world = given.distributed_world_size
         if not self.synchronous and world is not None and {world} != set(map(str, ranks)):
             raise ConfigurationError(
@@ -98,12 +98,14 @@ class WorkerCommand:
         self._finds_world_size = world is not None or max(ranks) > 1
 
     def check_inputs(self) -> None:
-        """Checks the command's optimizer and data.
+        """Checks the command's optimizer, data and model.
 
         Raises:
             ConfigurationError: fairseq would not find one of them.
         """
         check_inputs(self._optimizer, self.arguments)
+        if self._arch is None and not self._has_user_dir:  # fairseq's own error has no words
+            raise ConfigurationError("--arch is missing: give the name of a model, as --arch transformer")
 
     def line(self, address: str | None) -> list[str]:
         """Returns the whole command of a worker of the server at ``address``; None for a rank of a synchronous method,
@@ -121,6 +123,7 @@ def _parser() -> OneLineParser:
     for flag in ("--optimizer", "--server", "--upstream", "--run-dir", "--tls", "--user-dir"):
         parser.add_argument(flag)
     parser.add_argument("--distributed-world-size")
+    parser.add_argument("-a", "--arch", "--arc", "--ar")  # fairseq takes what begins as an option does
     parser.add_argument("--save-dir", default="checkpoints")  # fairseq's default
     for switch in ("--cpu", "--no-standby"):
         parser.add_argument(switch, action="store_true")
