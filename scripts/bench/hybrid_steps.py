@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
@@ -56,25 +55,27 @@ Wanted = tuple[Method, str, int, float]
 
 
 class OwnParts(SharedModel):
-    """Workers draw from parts of their own, of which a fast worker trains more passes, as in fairseq and the Trainer.
-    Otherwise the server deals the batches where it gives the workers shares."""
-
-    _steps: Iterator[int] | None = None
+    """Each worker draws from a part of its own, anew in each pass, as in fairseq and the Trainer, not what the server
+    deals: a fast worker trains more passes."""
 
     @cached_property
     def _drawn(self) -> Counter[int]:
         return Counter()
 
+    @cached_property
+    def _whole(self) -> ShardOrder:
+        return ShardOrder([self.problem.samples], self.seed)
+
     def gradient(self, worker: LogicalWorker, batches: Sequence[BatchKey], average: int = 1) -> float:
-        first, self._worker, self._steps = self._drawn[worker.id], worker, count()
+        first = self._drawn[worker.id]
         self._drawn[worker.id] += len(batches)
         own = [(worker.id, number) for number in range(first, first + len(batches))]
         return super().gradient(worker, own, average)
 
-    def _seed(self, worker: int, sequence: int, step: int) -> None:
-        if self._steps is not None:
-            worker, sequence, step = self._worker.number, self._worker.sequence, next(self._steps)
-        super()._seed(worker, sequence, step)
+    def _samples(self, shard: int, number: int) -> Sequence[int]:
+        workers = len(self.order.sizes)
+        batch = number * workers + shard  # fairseq gives each worker every k-th batch of a pass
+        return self._whole.indices(0, batch * self.batch_size, self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ def main(
     own_rates: Annotated[bool, typer.Option("--own-rates", help="Each method at its own best rate.")] = False,
     bleu: Annotated[bool, typer.Option("--bleu", help="Translate the test set at the end of each run.")] = False,
     own_parts: Annotated[
-        bool, typer.Option("--own-parts", help="Workers with shares draw from parts of their own, as in fairseq.")
+        bool, typer.Option("--own-parts", help="Workers draw from parts of their own, not what is dealt.")
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="For what is printed.")] = None,
 ) -> None:

@@ -365,6 +365,33 @@ def test_what_no_worker_can_have_sent_is_refused_whether_it_is_in_the_update_or_
         run.coordinator.check(sound, replace(report, local_steps=161))
 
 
+@pytest.mark.parametrize("fails", ["record", "assign"])
+def test_a_plan_that_fails_for_one_worker_is_told_and_the_others_are_answered(fails: str) -> None:
+    run, error = synchronous(), RuntimeError("no work")
+    original = getattr(run.coordinator.plan, fails)
+
+    def fail(worker: int, *given: Any) -> Any:
+        if worker == 1:
+            raise error
+        return original(worker, *given)
+
+    setattr(run.coordinator.plan, fails, fail)
+    run.push(0, 1.0, now=1.0), run.push(1, 1.0, now=1.0)
+    outcome = run.push(2, 1.0, now=1.0)
+    assert outcome.failures == [(1, error)] and run.version == 1
+    assert answered(outcome) == ([0, 2] if fails == "assign" else [0, 1, 2])
+
+
+def test_a_tick_finds_out_that_a_part_of_the_server_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> None:
+        raise RefusedError("part 1 is gone")
+
+    run = synchronous()
+    monkeypatch.setattr(run.coordinator.server, "check_parts", gone)
+    with pytest.raises(RefusedError, match="part 1 is gone"):
+        run.tick(1.0)
+
+
 def test_a_step_is_of_the_micro_batches_of_those_who_have_come_and_stays_so_large_when_one_goes() -> None:
     """Three are announced, and each brings four; a micro-batch takes worker 0 one second, and worker 1 three."""
     rule, plan, parameters = summed()

@@ -133,7 +133,10 @@ def test_a_server_is_stopped_in_a_directory_that_has_become_read_only(
 def test_no_server_and_a_port_in_use_are_clear(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=f"--server .*:{port} cannot be used"):
+        with pytest.raises(
+            ConfigurationError,
+            match=rf"^--server .*:{port} cannot be used: \S+ \S+ Address already in use; give another$",
+        ):
             ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "log", port=port)
     with socket.socket() as silent:  # bound, and nobody listens
         silent.bind(("127.0.0.1", 0))

@@ -1,6 +1,7 @@
 """Shares by speed: who gets how many micro-batches of a step, by hand and on simulated machines."""
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,6 @@ from fairseq_async.server.rounds.dealer import Dealer
 from fairseq_async.server.rounds.shares import Shares
 from fairseq_async.simulation.schedule import LearningRate, make_optimizer, set_lr
 from fairseq_async.simulation.trial import Trial
-from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.worker.shards import BatchCounter, place
 from scripts.bench.hybrid_steps import OwnParts
 from tests.helpers.simulations import Log, experiment, finish, run, trial
@@ -202,11 +202,17 @@ def test_with_a_barrier_the_run_is_the_synchronous_one_whatever_the_speeds(tmp_p
     torch.testing.assert_close(ours.parameters, theirs.parameters, rtol=1e-5, atol=1e-6)
 
 
-def test_with_parts_of_their_own_equal_workers_are_the_same_and_others_are_not(tmp_path: Path) -> None:
-    for seconds in ((1.0, 1.0), (1.0, 3.0)):
-        given = experiment(tmp_path, methods={"it": SHARES}, **cluster(*seconds))
-        ended = [finish(trial(given, kind=kind)) for kind in (SharedModel, OwnParts)]
-        assert torch.equal(*ended) == (seconds == (1.0, 1.0))
+def test_with_parts_of_their_own_equal_workers_train_each_sample_once_and_a_fast_one_repeats(tmp_path: Path) -> None:
+    class Counted(OwnParts):
+        def _samples(self, shard: int, number: int) -> Sequence[int]:
+            chosen = super()._samples(shard, number)
+            counts.update(chosen)
+            return chosen
+
+    for seconds, equal in (((1.0, 1.0), True), ((1.0, 3.0), False)):
+        counts: Counter[int] = Counter()
+        finish(trial(experiment(tmp_path, methods={"it": SHARES}, **cluster(*seconds)), kind=Counted))
+        assert (max(counts.values()) - min(counts.values()) <= 1) == equal
 
 
 @pytest.mark.parametrize("seconds", [(1.0, 3.0), (NOISY, NOISY | {"mean": 3.0})], ids=["steady", "noisy"])

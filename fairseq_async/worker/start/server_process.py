@@ -72,7 +72,8 @@ def _listen(host: str, port: int, given: str = "") -> socket.socket:
         return socket.create_server((host, port), backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
         where = given or f"{option('server')} {host}:{port}"
-        raise ConfigurationError(f"{where} cannot be used: {error}") from error
+        why = str(error).partition(" (while attempting")[0]  # which repeats the address
+        raise ConfigurationError(f"{where} cannot be used: {why}; give another") from error
 
 
 class ServerProcess:
