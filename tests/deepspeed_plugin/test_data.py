@@ -14,8 +14,9 @@ from fairseq_async.deepspeed_plugin.data import DataShare, ShardedLoader, length
 from fairseq_async.deepspeed_plugin.initialize import _Arguments
 from fairseq_async.deepspeed_plugin.loading import Loading, loading_of
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.server.rounds.dealer import Dealer
 from fairseq_async.worker.batches import BatchDigest
-from fairseq_async.worker.shards import ShardOrder
+from fairseq_async.worker.shards import ShardOrder, shard_sizes
 from tests.helpers.stand_ins import Numbers, Position
 
 
@@ -50,6 +51,49 @@ def test_without_an_end_of_the_run_a_loop_is_one_pass_over_the_workers_part() ->
             drawn += batch.tolist()  # type: ignore[attr-defined]
             position.done += 1
         assert sorted(drawn) == [0, 1, 2, 3, 4, 5]
+
+
+def loops_of(worker: int, average: int, given: Sequence[int], dealt: bool) -> list[list[list[int]]]:
+    """The batches of three loops of worker 0 or 1, whose steps after the first are of ``given`` micro-batches each."""
+    position = Position(shard=worker)
+    sizes = shard_sizes(20, 2)
+    share = DataShare(sizes, 2, 2, average, rank=0, ranks=1)
+    made = ShardedLoader(Numbers(20), share, 1, None, lambda: position, False, Loading(), lambda: 99)  # type: ignore[arg-type]
+    dealer = Dealer(2, average)
+
+    def begin() -> int:
+        now = given if position.sequence else [average] * 2
+        if dealt:
+            numbers = [dealer.deal(each, position.sequence, now[each]) for each in (0, 1)]
+            position.first_micro_batch, position.micro_batches = numbers[worker], now[worker]
+        return now[worker]
+
+    left = begin()
+    loops: list[list[list[int]]] = []
+    for _ in range(3):
+        loops.append([])
+        for batch in made:
+            loops[-1].append(batch.tolist())  # type: ignore[attr-defined]
+            left -= 1
+            if left == 0:
+                position.sequence = position.offset = position.sequence + 1
+                left = begin()
+    return loops
+
+
+@pytest.mark.parametrize("average", [2, 3, 4, 5])
+def test_equal_workers_are_dealt_what_they_would_draw_by_themselves(average: int) -> None:
+    """Also where a pass, of five batches, is no number of whole steps."""
+    for worker in (0, 1):
+        assert loops_of(worker, average, [average] * 2, True) == loops_of(worker, average, [average] * 2, False)
+
+
+def test_the_loops_of_all_workers_together_are_a_pass_each_whoever_is_fast() -> None:
+    """Here a pass of ten batches is one step."""
+    fast, slow = (loops_of(worker, 5, [9, 1], True) for worker in (0, 1))
+    assert [len(loop) for loop in fast] == [5, 9, 9] and [len(loop) for loop in slow] == [5, 1, 1]
+    for one, other in zip(fast, slow, strict=True):
+        assert sorted(sample for batch in one + other for sample in batch) == list(range(20))
 
 
 def test_the_ranks_of_a_worker_draw_its_batches_together() -> None:
