@@ -143,7 +143,8 @@ class HybridAsync(AsyncTraining):
     def batch_numbers(self) -> range:
         """The numbers of this worker's next batches, for a script whose workers know all batches in the same order.
 
-        The server deals them, so that all workers together train each number once, whatever their speeds.
+        The server deals them, so that all workers together train each number once, whatever their speeds. The ranks of
+        one worker have the same numbers, and each takes its part of every batch.
         """
         worker, number = self.async_worker, self.micro_batches
         first = worker.first_micro_batch

@@ -80,7 +80,9 @@ class BatchCounter:
         micro_batch = self._micro_batch + 1 if (position.sequence, position.done) == self._step else 0
         if position.first_micro_batch is None:
             return position.shard or 0, (position.offset + position.done) * self.micro_batches + micro_batch
-        return place(position.first_micro_batch + micro_batch, self.workers, self.micro_batches)
+        steps, micro_batch = divmod(micro_batch, position.micro_batches)  # a loop may draw ahead of its step
+        number = position.first_micro_batch + steps * self.workers * self.micro_batches + micro_batch
+        return place(number, self.workers, self.micro_batches)
 
     def following(self, key: BatchKey) -> BatchKey:
         """Returns the batch that this worker draws after another one, if the next steps are divided as the last one."""

@@ -244,7 +244,7 @@ def test_a_worker_may_have_nearly_all_micro_batches_of_a_step_where_the_server_d
 ) -> None:
     """Of three workers, with two micro-batches a step on average; 16 more may be drawn ahead."""
     share, position = DataShare([33] * 3, 3, 1, 2, 0, 1), Position()
-    position.first_micro_batch = dealt
+    position.first_micro_batch, position.micro_batches = dealt, 2
     made = ShardedLoader(Numbers(99), share, 1, None, lambda: position, True, Loading(), lambda: next(trained))  # type: ignore[arg-type]
     trained = chain([0], repeat(1))
     batches, count = iter(made), 0

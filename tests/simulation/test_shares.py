@@ -135,6 +135,8 @@ def test_the_batches_of_the_following_steps_are_foreseen_while_the_division_stay
         drawn += [counter.next(position) for _ in range(count)]
         position.first_micro_batch += 8
     assert [counter.following(key) for key in drawn[:-1]] == drawn[1:]
+    position.sequence, position.first_micro_batch = 3, 21
+    assert [counter.next(position) for _ in drawn] == drawn, "also where a loop draws them ahead of its steps"
 
 
 def test_a_step_of_so_many_gradients_and_one_without_micro_batches_are_refused() -> None:
