@@ -464,7 +464,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-_OF_A_NEW_DEALER = {"next": 4, "dealt": {}}
+_OF_A_NEW_DEALER = {"next": 4, "reserved": [0, 1], "dealt": {}}
 _OF_A_NEW_LOOK_AHEAD = {"staleness": {}, "steps": {}, "path": {8: [-16.5]}, "parameters": 1}
 
 
@@ -474,6 +474,7 @@ _OF_A_NEW_LOOK_AHEAD = {"staleness": {}, "steps": {}, "path": {8: [-16.5]}, "par
         (amid_a_step, "", "look_ahead", _OF_A_NEW_LOOK_AHEAD),
         (amid_a_step, "", "shares", {"took": {}, "given": {}, "dealer": _OF_A_NEW_DEALER}),
         (amid_a_step, "shares", "dealer", _OF_A_NEW_DEALER),
+        (amid_a_step, "shares dealer", "reserved", []),
         (amid_a_step, "", "merged", []),
         (amid_a_step, "server", "rejected", {}),
         (amid_a_step, "server", "before_last_step", [-16.5]),

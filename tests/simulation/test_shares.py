@@ -121,6 +121,15 @@ def test_batches_are_dealt_in_one_order_and_again_to_who_comes_back_without_a_gr
     assert [again.deal(0, 2, 6), again.deal(1, 1, 1), again.deal(2, 0, 4), again.deal(1, 1, 3)] == [16, 14, 22, 26]
 
 
+def test_a_run_that_goes_on_with_more_workers_trains_no_first_batch_again() -> None:
+    """The third worker is new. The second one of two had not begun when the state was saved."""
+    before, after = Dealer(2, 4), Dealer(3, 4)
+    assert [before.deal(0, 0, 4), before.deal(0, 1, 4)] == [0, 8]
+    after.load_state_dict(before.state_dict())
+    assert [after.deal(worker, 0, 4) for worker in (2, 1)] == [12, 4]
+    assert after.deal(0, 2, 4) == 16
+
+
 def test_the_order_has_the_batches_of_each_part_in_turn_step_after_step() -> None:
     first = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert [place(number, 2, 3) for number in range(8)] == [*first, (0, 3), (0, 4)]

@@ -17,8 +17,9 @@ class Dealer:
     """
 
     def __init__(self, workers: int, micro_batches: int) -> None:
-        self.workers, self.micro_batches = workers, micro_batches
+        self.micro_batches = micro_batches
         self._next = workers * micro_batches
+        self._reserved = set(range(workers))  # parts whose first batches no worker has had yet
         self._dealt: dict[int, tuple[int, int, int]] = {}  # of each worker: sequence, first batch and number of batches
 
     def deal(self, worker: int, sequence: int, number: int) -> int:
@@ -27,7 +28,8 @@ class Dealer:
         dealt = self._dealt.get(worker)
         if dealt is not None and dealt[0] == sequence and number <= dealt[2]:
             return dealt[1]
-        if dealt is None and worker < self.workers and number <= self.micro_batches:
+        if worker in self._reserved and number <= self.micro_batches:
+            self._reserved.remove(worker)
             first = worker * self.micro_batches
         else:
             first, self._next = self._next, self._next + number
@@ -35,8 +37,11 @@ class Dealer:
         return first
 
     def state_dict(self) -> State:
-        return {"next": self._next, "dealt": self._dealt}
+        return {"next": self._next, "reserved": sorted(self._reserved), "dealt": self._dealt}
 
     def load_state_dict(self, state: State) -> None:
+        """Goes on from :meth:`state_dict`, which may be of another number of workers: a worker that the run did not
+        have begins with the batches that follow, not with the first ones, which were trained."""
         self._next = state["next"]
+        self._reserved = set(state.get("reserved", ()))  # not in an older snapshot
         self._dealt = {worker: tuple(dealt) for worker, dealt in state["dealt"].items()}
