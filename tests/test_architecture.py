@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.syntax import syntax_tree
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fairseq_async"
 INTERFACES = {"fairseq_plugin", "deepspeed_plugin", "pytorch", "launch"}
@@ -39,9 +41,7 @@ def modules() -> dict[str, Path]:
     return {name.removesuffix(".__init__"): path for name, path in names.items()}
 
 
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+tree = cache(syntax_tree)
 
 
 def layer(module: str) -> int | None:

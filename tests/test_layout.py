@@ -1,11 +1,13 @@
 """The layout of the tests: who imports whom, and which folder belongs to which."""
 
 import ast
+import gc
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.commands import PACKAGE, ROOT
+from tests.helpers.syntax import parsed, syntax_tree
 
 TESTS = ROOT / "tests"
 BESIDE_THE_PACKAGE = {"contract", "gpu", "helpers", "recipes"}  # folders of tests that mirror nothing in it
@@ -14,7 +16,7 @@ BESIDE_THE_PACKAGE = {"contract", "gpu", "helpers", "recipes"}  # folders of tes
 def imported(path: Path) -> set[str]:
     """The modules that a file imports, as ``package.module`` or ``package.module.name``."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(syntax_tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -24,9 +26,7 @@ def imported(path: Path) -> set[str]:
 
 def modules_named_in_strings(path: Path) -> set[str]:
     """As in ``[sys.executable, "-m", "tests.helpers.adding_worker"]``."""
-    constants = (
-        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant)
-    )
+    constants = (node for node in ast.walk(syntax_tree(path)) if isinstance(node, ast.Constant))
     return {node.value for node in constants if isinstance(node.value, str) and node.value.startswith("tests.")}
 
 
@@ -56,3 +56,37 @@ def test_each_folder_of_the_package_has_its_folder_of_tests() -> None:
     tested = {path.parent.name for path in TESTS.glob("*/test_*.py")}
     assert "server" in folders and folders <= tested
     assert {path.parent.name for path in TESTS.glob("*/*.py")} <= folders | BESIDE_THE_PACKAGE
+
+
+class Parses:
+    """Garbage whose finalizer parses."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        ast.parse("1")
+
+
+def test_a_finalizer_that_parses_does_not_disturb_the_parsing_of_a_file() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    every = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(10):
+            Parses()
+            assert isinstance(parsed(source), ast.Module)
+    finally:
+        gc.set_threshold(*every)
+    assert gc.isenabled()
+
+
+def test_tests_parse_by_the_helper() -> None:
+    """``ast.parse`` as it is has failed once in a full suite."""
+    calls = [
+        relative(path)
+        for path in TESTS.glob("**/*.py")
+        for node in ast.walk(syntax_tree(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "ast.parse"
+    ]
+    assert sorted(calls) == ["tests/helpers/syntax.py", "tests/test_layout.py"]

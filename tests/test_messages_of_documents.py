@@ -3,7 +3,10 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+from tests.helpers.syntax import syntax_tree
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -31,11 +34,12 @@ def phrases(message: str) -> list[str]:
     return [" ".join(piece[at : at + WORDS]).strip(".,:;") for piece in pieces for at in range(len(piece) - WORDS + 1)]
 
 
+@cache
 def strings() -> str:
     """Returns all text constants of the code, those of formatted strings with gaps."""
     found = []
     for file in (path for folder in ("fairseq_async", "recipes") for path in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(syntax_tree(file)):
             if isinstance(node, ast.JoinedStr):
                 parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
                 found.append("".join(map(str, parts)))

@@ -13,6 +13,7 @@ from torch import nn
 
 from fairseq_async.deepspeed_plugin import compat
 from fairseq_async.errors import ConfigurationError
+from tests.helpers.syntax import syntax_tree
 
 
 class BF16_Optimizer:  # noqa: N801 - DeepSpeed's name
@@ -64,7 +65,7 @@ def test_no_other_file_names_a_private_attribute_of_deepspeeds() -> None:
         f"{path.name}:{node.lineno} {node.attr if isinstance(node, ast.Attribute) else node.value}"
         for path in sorted(Path(compat.__file__).parent.glob("*.py"))
         if path.name != "compat.py"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(syntax_tree(path))
         if (isinstance(node, ast.Attribute) and node.attr in private)
         or (isinstance(node, ast.Constant) and node.value in private)
     ]

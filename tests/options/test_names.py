@@ -8,6 +8,7 @@ from pathlib import Path
 from fairseq_async.method import methods
 from fairseq_async.options.config import Section
 from tests.helpers.commands import PACKAGE, ROOT
+from tests.helpers.syntax import parsed, syntax_tree
 
 OPTIONS = {
     name for method in methods.METHODS for model in methods.models(method).values() for name in model.model_fields
@@ -19,7 +20,7 @@ Signatures = dict[str, list[str]]
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:
     for path in sorted(PACKAGE.rglob("*.py")):
-        yield path.relative_to(PACKAGE), ast.parse(path.read_text(encoding="utf-8"))
+        yield path.relative_to(PACKAGE), syntax_tree(path)
 
 
 def signatures() -> Signatures:
@@ -61,7 +62,7 @@ def test_no_option_is_renamed_on_its_way() -> None:
 
 def test_a_renamed_option_would_be_seen() -> None:
     call = "Plan(spec.workers, options.local_steps, seconds=options.grace_period or 0.0, seed=options.seed)"
-    found = list(renamed(ast.parse(call), {"Plan": ["workers", "most"]}))
+    found = list(renamed(parsed(call), {"Plan": ["workers", "most"]}))
     assert found == ["local_steps is most in Plan", "grace_period is seconds in Plan"]
 
 
