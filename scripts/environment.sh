@@ -1,6 +1,8 @@
 # Sourced by the other scripts: makes the project's virtual environment where there is none, and activates it.
 #   FAIRSEQ_ASYNC_VENV  where it is (default: .venv in the project)
 #   PYTHON              the interpreter that makes it (default: python3; 3.10 to 3.13)
+#   WHEELS              a directory of wheels, for a machine that reaches no registry: the environment is made of these
+#                       and of the packages of PYTHON, torch among them (CONTRIBUTING.md says how to collect them)
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -19,24 +21,33 @@ if [ ! -f "$complete" ]; then
     echo "making the environment $venv, once:"
     echo "  1/4 an empty virtual environment"
     "$python" -m venv "$venv"
-    echo "  2/4 torch and what builds packages (some hundred megabytes to download)"
-    # fairseq is built against the torch that is here: with build isolation pip would fetch a second one for that
-    "$venv/bin/python" -m pip install --quiet "torch==2.13.0" "setuptools<85" wheel cython ninja numpy
-    echo "  3/4 fairseq, which compiles for minutes, DeepSpeed and this package"
-    "$venv/bin/python" -m pip install --quiet --no-build-isolation --editable ".[dev]"
-    echo "  4/4 DeepSpeed's kernels for a CPU"
-    # Here, and not by the job that needs one first: a job that is killed while it compiles leaves a lock, for which
-    # every later job waits without end
-    rm -rf "$TORCH_EXTENSIONS_DIR"
-    for kernel in FusedAdamBuilder CPUAdamBuilder ShareMemCommBuilder; do
-        DS_ACCELERATOR=cpu PATH=$venv/bin:$PATH "$venv/bin/python" > "$venv/$kernel.log" 2>&1 -c "
-from deepspeed.accelerator import get_accelerator
-get_accelerator().create_op_builder('$kernel').load()" &
-        kernels+=("$!:$kernel")
-    done
-    for kernel in "${kernels[@]}"; do
-        wait "${kernel%:*}" || { echo "error: see $venv/${kernel#*:}.log" >&2; exit 2; }
-    done
+    if [ -n "${WHEELS:-}" ]; then
+        echo "  2/4 the packages of $python, and those in $WHEELS"
+        packages='import sysconfig; print(sysconfig.get_path("purelib"))'
+        "$python" -c "$packages" > "$("$venv/bin/python" -c "$packages")/of_python.pth"
+        install=("$python" -m pip --python "$venv/bin/python" install --quiet --no-index --no-deps --no-build-isolation --ignore-installed)
+        "${install[@]}" "$WHEELS"/*.whl
+        echo "  3/4 this package"
+        "${install[@]}" --editable .
+    else
+        echo "  2/4 torch and what builds packages (some hundred megabytes to download)"
+        # fairseq is built against the torch that is here: with build isolation pip would fetch a second one for that
+        "$venv/bin/python" -m pip install --quiet "torch==2.13.0" "setuptools<85" wheel cython ninja numpy
+        echo "  3/4 fairseq, which compiles for minutes, DeepSpeed and this package"
+        "$venv/bin/python" -m pip install --quiet --no-build-isolation --editable ".[dev]"
+        echo "  4/4 DeepSpeed's kernels for a CPU"
+        # Here, and not by the job that needs one first: a job that is killed while it compiles leaves a lock, for which
+        # every later job waits without end
+        rm -rf "$TORCH_EXTENSIONS_DIR"
+        for kernel in FusedAdamBuilder CPUAdamBuilder ShareMemCommBuilder; do
+            DS_ACCELERATOR=cpu PATH=$venv/bin:$PATH "$venv/bin/python" > "$venv/$kernel.log" 2>&1 -c \
+                "from deepspeed.accelerator import get_accelerator as get; get().create_op_builder('$kernel').load()" &
+            kernels+=("$!:$kernel")
+        done
+        for kernel in "${kernels[@]}"; do
+            wait "${kernel%:*}" || { echo "error: see $venv/${kernel#*:}.log" >&2; exit 2; }
+        done
+    fi
     touch "$complete"
 fi
 . "$venv/bin/activate"

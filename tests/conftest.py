@@ -33,7 +33,8 @@ torch.set_num_threads(1)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile the package
 sys.dont_write_bytecode = False
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a background job, and so in what we start
-install()
+if not torch.cuda.is_available():  # no process can use a GPU that one has asked for before it was forked
+    install()
 torch.serialization.add_safe_globals([Namespace])  # plain fairseq's own checkpoints hold one
 
 

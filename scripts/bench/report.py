@@ -87,11 +87,15 @@ class Report:
         self.bounds.append(Bound(what, value, limit, at_least))
         print(self.bounds[-1], flush=True)
 
-    def end(self, path: Path | None) -> None:
-        """Write everything to `path`, if given; end the program with code 1 if a bound is broken."""
+    def write(self, path: Path | None) -> None:
+        """Write everything so far to `path`, if given: a benchmark may be ended before its end."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(self.to_json(), indent=2) + "\n")
+
+    def end(self, path: Path | None) -> None:
+        """Write everything to `path`, if given; end the program with code 1 if a bound is broken."""
+        self.write(path)
         if not all(bound.holds for bound in self.bounds):
             raise SystemExit(1)
 

@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from fairseq_async.algorithms import HybridAccumulation
+from fairseq_async.exchange.gpu_memory import IPC
+from fairseq_async.protocol import Layout, Push, Report
 from fairseq_async.reporting.audit import audit
+from fairseq_async.server.plan import EpochPlan
+from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.server_connection import JoinDetails
+from scripts.faults.sgd_server import Constant, sgd_spec
+from scripts.faults.thread_server import ThreadServer
 from tests.helpers.commands import HELPERS, ROOT, Processes, command
 from tests.helpers.launched import count
 from tests.helpers.run_files import snapshot_versions
@@ -96,3 +105,29 @@ def test_a_process_that_is_killed_costs_no_more_than_on_the_cpu(
     assert job.returncode == 0, output
     assert audit(run_dir).applied > 20
     wait_until(lambda: torch.cuda.mem_get_info()[0] > free - (64 << 20), 30)  # nothing is left there
+
+
+@pytest.mark.parametrize(("look_ahead", "vectors"), [(0.0, 5), (None, 6)])
+def test_the_server_takes_the_memory_that_the_documents_name(
+    tmp_path: Path, look_ahead: float | None, vectors: int
+) -> None:
+    layout = Layout.of([("weight", torch.zeros(5_000_000))])
+
+    def build(spec: object, layout: Layout, parameters: Tensor) -> tuple[HybridAccumulation, EpochPlan]:
+        return HybridAccumulation(torch.optim.Adam([parameters], fused=True), 1), EpochPlan(Constant(), 0)
+
+    before = torch.cuda.memory_allocated()
+    server = ThreadServer(1, tmp_path, build=build)
+    client = Client(server.address, server.token, 0, patience=20.0)
+    try:
+        spec = sgd_spec(workers=1, server_device="cuda", look_ahead=look_ahead)
+        client.join(layout, spec, JoinDetails(gpu=IPC.name(torch.device("cuda", 0))))
+        client.slot.fill_(1.0)
+        client.initialise(None)
+        for sequence in range(3):
+            client.push(lambda slot: slot.fill_(0.5), Push(sequence, sequence, 1.0, Report(local_steps=1)))
+        taken = torch.cuda.memory_allocated() - before
+    finally:
+        client.connection.close()
+        server.stop()
+    assert taken == pytest.approx(4 * layout.size * (vectors + 1), rel=0.02)
