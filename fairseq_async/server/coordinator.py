@@ -248,12 +248,12 @@ class Coordinator:
         """Settles updates, if there are any, wakes idle workers, and settles the rounds that do not wait for more than
         these, until nothing is left to do."""
         outcome = Outcome()
-        if receipts is not None:
-            self._settle(receipts, now, outcome)
-        while self._wake(now, outcome):
-            if (receipts := self._recounted(now, changed=True)) is not None:
+        while True:
+            if receipts is not None:
                 self._settle(receipts, now, outcome)
-        return outcome
+            if not self._wake(now, outcome):
+                return outcome
+            receipts = self._recounted(now, changed=True)
 
     def _settle(self, receipts: list[Receipt], now: float, outcome: Outcome) -> None:
         """Counts these updates, all of them before any worker gets new work, then instructs the workers that wait."""

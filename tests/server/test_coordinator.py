@@ -410,6 +410,21 @@ def test_a_step_is_of_the_micro_batches_of_those_who_have_come_and_stays_so_larg
     assert run.coordinator.shares._given == {0: 9, 1: 3}
 
 
+def test_a_step_stays_divided_as_it_is_when_a_worker_goes_before_its_end() -> None:
+    """A worker that asks again in the middle of a step, as after a lost connection, has the same micro-batches."""
+    parameters = torch.zeros(1)
+    rule = HybridAccumulation(torch.optim.SGD([parameters], lr=1.0), 3)
+    run = driven(rule, EpochPlan(Constant(), max_epoch=0), parameters, barrier=3, micro_batches=4)
+    for now in (12.0, 24.0, 36.0):
+        run.push(0, 0.0, now - 8.0), run.push(1, 0.0, now - 8.0), run.push(2, 0.0, now)
+    first = run.coordinator.instruct(0, None, 36.0).assignment
+    assert 4 < first.micro_batches < 8, "of twelve: worker 2 is slow"
+    run.leave(1, for_good=True, now=37.0)
+    assert run.coordinator.instruct(0, None, 37.0).assignment == first
+    run.push(0, 0.0, now=40.0)
+    assert run.push(2, 0.0, now=48.0).instructions[0].assignment.micro_batches > first.micro_batches
+
+
 def test_a_silent_worker_that_was_heard_again_is_no_silent_one() -> None:
     run = local()
     run.tick(61.0)
