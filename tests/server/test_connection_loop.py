@@ -260,3 +260,12 @@ def test_a_connection_is_greeted_at_once_and_one_that_cannot_be_accepted_ends_no
     monkeypatch.setattr(loop, "listener", full)
     loop._accept()
     assert service.refusals.counts == {"connection": 1} and loop.peers == []
+
+
+def test_a_flood_of_refusals_writes_few_lines_of_each_kind_and_short_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    log = RefusalLog()
+    written = [log.count("malformed message", "worker 1", "x" * 10_000) for _ in range(9)]
+    assert [number for number, was in enumerate(written, 1) if was] == [1, 2, 4, 8]
+    assert log.count("files", "worker 1", "another kind") and log.counts == {"malformed message": 9, "files": 1}
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 5 and max(map(len, lines)) < 300

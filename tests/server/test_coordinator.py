@@ -279,7 +279,7 @@ def test_an_update_that_waited_when_the_run_ended_is_in_no_later_step() -> None:
     run.push(0, 1.0, now=1.0)
     run.coordinator.end(now=2.0)
     outcome = run.leave(1, for_good=True, now=3.0) + run.leave(2, for_good=True, now=3.0) + run.tick(100.0)
-    assert not outcome.settled
+    assert not outcome.settled and not outcome.instructions, "it is told once"
     assert run.version == 0 and run.parameter == 0.0
 
 
@@ -408,6 +408,12 @@ def test_a_step_is_of_the_micro_batches_of_those_who_have_come_and_stays_so_larg
     run.leave(2, for_good=True, now=36.0)
     run.push(0, 0.0, now=40.0)
     assert run.coordinator.shares._given == {0: 9, 1: 3}
+    run.coordinator.membership.connect(2, "y", 41.0, ready=False)
+    run.push(0, 0.0, now=44.0)
+    assert run.coordinator.shares._given == {0: 9, 1: 3}, "worker 2 still makes its model"
+    run.coordinator.wait(1, now=45.0, for_end=True)
+    run.push(0, 0.0, now=48.0)
+    assert run.coordinator.shares._given == {0: 12}
 
 
 def test_a_step_stays_divided_as_it_is_when_a_worker_goes_before_its_end() -> None:

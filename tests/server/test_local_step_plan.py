@@ -302,3 +302,49 @@ def test_the_choice_of_shards_follows_the_seed() -> None:
         return shards
 
     assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_a_run_of_passes_ends_with_the_last_one_although_their_parts_are_rounded() -> None:
+    rounds = LocalStepPlan(2, 12, 0, dynamic_local_steps=False, shards=[], seed=1, max_epoch=1)
+    for part in range(10):
+        assert not rounds.finished
+        rounds.record(part % 2, Report(local_steps=12, step_seconds=1.0, epochs=0.1))
+    assert rounds.epochs < 1.0 and rounds.finished
+
+
+def test_a_round_is_expected_to_take_its_steps_at_the_workers_speed() -> None:
+    """Nothing is known of work that is still to begin, or that nobody has measured."""
+    rounds = plan()
+    assert rounds.expected_seconds(0) is None
+    rounds.assign(0)
+    assert rounds.expected_seconds(0) is None
+    rounds.record(0, report(12, 0.25))
+    assert rounds.expected_seconds(0) == math.inf
+    rounds.assign(0)
+    assert rounds.expected_seconds(0) == 3.0
+
+
+def test_a_report_has_its_steps_and_no_more_than_there_can_be() -> None:
+    rounds = plan()
+    rounds.check(Report(local_steps=16 * 12, step_seconds=0.0, epochs=100.0, shard=1))
+    for wrong in (
+        Report(step_seconds=1.0),
+        Report(local_steps=1),
+        Report(local_steps=16 * 12 + 1, step_seconds=1.0),
+        Report(local_steps=1, step_seconds=1.0, epochs=101.0),
+        Report(local_steps=1, step_seconds=1.0, shard=2),
+    ):
+        with pytest.raises(RefusedError):
+            rounds.check(wrong)
+
+
+def test_a_worker_that_has_come_back_after_a_restart_is_like_any_other() -> None:
+    """Its work is promised again, and its next round is of a shard that is behind."""
+    first = LocalStepPlan(2, 5, total_steps=5, dynamic_local_steps=False, shards=[9, 9], seed=1)
+    first.assign(0)
+    second = LocalStepPlan(2, 5, total_steps=5, dynamic_local_steps=False, shards=[9, 9], seed=1)
+    second.load_state_dict(first.state_dict())
+    assert second.assign(0) == first.assign(0)
+    assert second.assign(1).local_steps == 5 and second.assign(2).idle
+    second.record(0, report(5))
+    assert second.assign(0).idle

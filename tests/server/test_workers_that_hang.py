@@ -162,6 +162,7 @@ def test_a_worker_may_take_several_times_the_longer_of_its_longest_and_its_prese
     it = members(0.0)
     assert [it.hangs(1, 7.0 + after) for after in (59.0, 61.0)] == [False, True]
     assert [it.hangs(1, 7.0 + after, work=100.0) for after in (399.0, 401.0)] == [False, True]
+    assert [it.hangs(1, 50.0 + after, since=50.0) for after in (59.0, 61.0)] == [False, True], "from the run's end"
     it.ask(1, 57.0)
     assert [it.hangs(1, 57.0 + after, work=1.0) for after in (199.0, 201.0)] == [False, True]
     it.ask(1, 58.0)  # after a second
