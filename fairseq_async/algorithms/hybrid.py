@@ -73,7 +73,8 @@ class HybridAccumulation:
         self.updates_per_step = self.whole_step = updates_per_step
         self.clip_norm, self.partial_steps, self.elementwise = clip_norm, partial_steps, elementwise
         self._tensors = self._optimized if tensors is None else tensors
-        self._hidden = HiddenGradients(optimizer, tensors or ())
+        whole = all(piece.dim() == 1 and not piece.is_cpu for piece in self._optimized)  # see `pieces`
+        self._hidden = HiddenGradients(optimizer, tensors or (), PIECE if whole else 0)
         self.norm_of_all: Callable[[Tensor], Tensor] = _as_it_is
         self.mean: Tensor | None = None
         self._has_gradients = False  # whether the tensors' gradients are parts of the mean
@@ -101,7 +102,7 @@ class HybridAccumulation:
         self._missing = update.missing & (self._missing if self.count else -1)
         if self.count == 0:
             copy_in_threads(mean, update.delta)
-        elif update.weight > 0 and not measures:
+        elif update.weight > 0 and not (measures and mean.is_cpu):  # a GPU measures in a kernel more
             fraction = update.weight / self.weight
             in_threads(lambda pair: pair[0].lerp_(pair[1], fraction), pairs(mean, update.delta))
         elif update.weight > 0:
@@ -135,7 +136,7 @@ class HybridAccumulation:
     def state_dict(self) -> State:
         """Returns the optimizer's state, and the gradients that wait for their step."""
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self._hidden.optimizer_state(),
             "mean": self.mean if self.count else None,
             "weight": self.weight,
             "count": self.count,
@@ -145,9 +146,8 @@ class HybridAccumulation:
         }
 
     def load_state_dict(self, state: State) -> None:
-        self._hidden.restore(state.get("pieces"))  # not in an older state, where no piece was cut
+        self._hidden.load(state["optimizer"], state.get("pieces"))  # not in an older state, where no piece was cut
         self._has_gradients = False
-        self.optimizer.load_state_dict(state["optimizer"])
         self._missing = sum(1 << number for number in state.get("missing", ()))
         self.weight, self.count = state["weight"], state["count"]
         self._micro_batches = state.get("micro_batches", self.count)  # not in an older state
@@ -184,6 +184,8 @@ class HybridAccumulation:
 
     def _clip(self, norm: Tensor | None) -> None:
         """Clips as ``torch.nn.utils.clip_grad_norm_`` does, but without a pass over memory where the factor is 1."""
+        if norm is None and self.mean is not None and not self.mean.is_cpu:
+            norm = torch.linalg.vector_norm(self.mean)  # one kernel; what no gradient has is 0
         if norm is None:
             norm = torch.nn.utils.get_total_norm([tensor.grad for tensor in self._tensors if tensor.grad is not None])
         norm = self.norm_of_all(norm)
@@ -252,6 +254,6 @@ def _norm_of_lerp(mean: Tensor, other: Tensor, fraction: float) -> Tensor:
 
 
 def pieces(parameters: Tensor) -> list[Parameter]:
-    """Cuts a flat vector into parts, for an optimizer that computes each element by itself. Stepping one part after the
-    other keeps the part in the cache; a step of the whole vector reads memory in each of its operations."""
-    return [Parameter(part) for part in parameters.split(PIECE)]
+    """Cuts a flat vector into parts, for an optimizer that computes each element by itself. On a CPU, stepping one part
+    after the other keeps the part in the cache; a step of the whole vector reads memory in each of its operations."""
+    return [Parameter(part) for part in cut(parameters)]

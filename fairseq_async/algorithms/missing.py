@@ -56,10 +56,12 @@ class HiddenGradients:
     Args:
         optimizer: over the model's tensors, or over contiguous flat pieces of them.
         tensors: the tensors of the model, in its order, in the same storage; others than these are never hidden.
+        longest: number of elements of the longest piece in a state, where the optimizer's own pieces are longer, as on
+            a GPU: a server on a CPU, whose pieces fit into its cache, takes the same state. 0 where they are not.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> None:
-        self._optimizer, self._tensors = optimizer, tensors
+    def __init__(self, optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor], longest: int = 0) -> None:
+        self._optimizer, self._tensors, self._longest = optimizer, tensors, longest
         self._uncut = [list(group["params"]) for group in optimizer.param_groups]
         self._is_cut = False
 
@@ -78,14 +80,77 @@ class HiddenGradients:
 
     def sizes(self) -> list[list[int]] | None:
         """Returns the sizes of each group's pieces, for a state; None where they are as they were built."""
-        groups = self._optimizer.param_groups
-        return [[piece.numel() for piece in group["params"]] for group in groups] if self._is_cut else None
+        return self._saved_sizes() if self._is_cut else None
 
-    def restore(self, sizes: Sequence[Sequence[int]] | None) -> None:
-        """Cuts the pieces as :meth:`sizes` says; the state is to be loaded after it."""
+    def optimizer_state(self) -> dict[str, Any]:
+        """Returns the optimizer's state of the pieces, none of which is longer than ``longest``."""
+        state = self._optimizer.state_dict()
+        if not self._longest:
+            return state
+        own, parts, groups = state["state"], dict[int, Any](), list[dict[str, Any]]()
+        for group, pieces, sizes in zip(
+            state["param_groups"], self._optimizer.param_groups, self._saved_sizes(), strict=True
+        ):
+            first, waiting = sum(len(each["params"]) for each in groups), iter(sizes)
+            for number, piece in zip(group["params"], pieces["params"], strict=True):
+                taken = _taken(waiting, piece.numel())
+                parts |= enumerate(_split(own.get(number, {}), piece, taken, copies=False), first)
+                first += len(taken)
+            groups.append(group | {"params": list(range(first - len(sizes), first))})
+        return {"state": {number: part for number, part in parts.items() if part}, "param_groups": groups}
+
+    def load(self, state: dict[str, Any], sizes: Sequence[Sequence[int]] | None) -> None:
+        """Takes an :meth:`optimizer_state` of pieces as :meth:`sizes` says."""
         self._is_cut = sizes is not None
-        for number, (group, uncut) in enumerate(zip(self._optimizer.param_groups, self._uncut, strict=True)):
-            group["params"] = list(uncut) if sizes is None else list(_recut(uncut, sizes[number]))
+        for group, uncut in zip(self._optimizer.param_groups, self._uncut, strict=True):
+            group["params"] = list(uncut)
+        if self._longest and sizes is None:
+            sizes = self._saved_sizes()
+        for group, own in zip(self._optimizer.param_groups, sizes or (), strict=sizes is not None):
+            group["params"] = list(_recut(group["params"], own))
+        self._optimizer.load_state_dict(state)
+        if self._longest:
+            self._join()
+
+    def _saved_sizes(self) -> list[list[int]]:
+        """Returns the sizes of each group's pieces in a state. Long ones are cut as on a CPU: by equal steps from where
+        they begin as they were built."""
+        groups = [list(map(_elements, group["params"])) for group in self._optimizer.param_groups]
+        if not self._longest:
+            return [[end - start for start, end in group] for group in groups]
+        sizes = []
+        for group, uncut in zip(groups, self._uncut, strict=True):
+            cuts = [cut for start, end in map(_elements, uncut) for cut in range(start, end, self._longest)]
+            sizes.append([b - a for each in group for a, b in pairwise(_with(cuts, *each))])
+        return sizes
+
+    def _join(self) -> None:
+        """Makes one of neighbouring pieces that were built as one, and have taken the same steps."""
+        for group, uncut in zip(self._optimizer.param_groups, self._uncut, strict=True):
+            begins = {_elements(each)[0] for each in uncut}
+            runs: list[list[Tensor]] = []
+            for piece in group["params"]:
+                if runs and _elements(piece)[0] not in begins and self._steps_as(runs[-1][0], piece):
+                    runs[-1].append(piece)
+                else:
+                    runs.append([piece])
+            group["params"] = [self._joined(run) if len(run) > 1 else run[0] for run in runs]
+            self._is_cut = self._is_cut and len(runs) > len(uncut)
+
+    def _steps_as(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two pieces differ in nothing but values of their elements."""
+        first, second = ({**self._optimizer.state.get(each, {})} for each in (one, other))
+        return first.keys() == second.keys() and all(
+            _is_of(value, one) or bool(torch.as_tensor(value == second[key]).all()) for key, value in first.items()
+        )
+
+    def _joined(self, pieces: list[Tensor]) -> Parameter:
+        whole = Parameter(pieces[0].detach().as_strided((sum(map(Tensor.numel, pieces)),), (1,)))
+        states = [self._optimizer.state.pop(piece, {}) for piece in pieces]
+        for key, value in states[0].items():
+            same = torch.cat([state[key] for state in states]) if _is_of(value, pieces[0]) else value
+            self._optimizer.state[whole][key] = same
+        return whole
 
     def cut_into_tensors(self) -> None:
         """Cuts the pieces at the bounds of all tensors, so that each has a state of its own."""
@@ -110,9 +175,8 @@ class HiddenGradients:
         for group in self._optimizer.param_groups:
             pieces: list[Tensor] = []
             for piece in group["params"]:
-                start, end = _elements(piece)
-                inside = bounds[bisect_right(bounds, start) : bisect_left(bounds, end)]
-                pieces += self._parts(piece, [b - a for a, b in pairwise([start, *inside, end])]) if inside else [piece]
+                cuts = _with(bounds, *_elements(piece))
+                pieces += self._parts(piece, [b - a for a, b in pairwise(cuts)]) if len(cuts) > 2 else [piece]
             self._is_cut = self._is_cut or len(pieces) > len(group["params"])
             group["params"] = pieces
 
@@ -137,21 +201,37 @@ def _recut(pieces: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[Tensor]:
     """Yields parts of the pieces of these sizes, which never go over the end of a piece."""
     waiting = iter(sizes)
     for piece in pieces:
-        own = [next(waiting)]
-        while sum(own) < piece.numel():
-            own.append(next(waiting))
+        own = _taken(waiting, piece.numel())
         yield from [piece] if len(own) == 1 else map(Parameter, piece.detach().split(own))
 
 
-def _split(state: dict[str, Any], piece: Tensor, sizes: list[int]) -> list[dict[str, Any]]:
-    """Returns the state of each part of a piece: the part of each tensor with a value for each element, and copies of
-    all else."""
+def _taken(sizes: Iterator[int], size: int) -> list[int]:
+    """Takes the next sizes, which together are this one."""
+    own = [next(sizes)]
+    while sum(own) < size:
+        own.append(next(sizes))
+    return own
+
+
+def _with(bounds: list[int], start: int, end: int) -> list[int]:
+    """Returns start and end, and the bounds between them."""
+    return [start, *bounds[bisect_right(bounds, start) : bisect_left(bounds, end)], end]
+
+
+def _is_of(value: Any, piece: Tensor) -> bool:
+    """Whether a value of a state is a tensor with a value for each element."""
+    return isinstance(value, Tensor) and value.shape == piece.shape
+
+
+def _split(state: dict[str, Any], piece: Tensor, sizes: list[int], copies: bool = True) -> list[dict[str, Any]]:
+    """Returns the state of each part of a piece: of a tensor with a value for each element its part, or a copy of that,
+    and copies of all else."""
     parts: list[dict[str, Any]] = [{} for _ in sizes]
     for key, value in state.items():
         if not isinstance(value, Tensor):
             values = [value] * len(sizes)
-        elif value.shape == piece.shape:
-            values = [part.clone() for part in value.split(sizes)]
+        elif _is_of(value, piece):
+            values = [part.clone() if copies else part for part in value.split(sizes)]
         else:
             values = [value.clone() for _ in sizes]
         for part, own in zip(parts, values, strict=True):

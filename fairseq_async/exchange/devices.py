@@ -81,7 +81,12 @@ class PlainDevice:
 
     def begin(self, flat: Tensor, tensors: Iterable[Tensor], factor: float = 1.0) -> Transfer:
         """See :meth:`Device.begin`; the products are fp32."""
-        pack(flat, tensors if factor == 1.0 else (each.float() * factor for each in tensors))
+        if flat.is_cpu:
+            pack(flat, tensors if factor == 1.0 else (each.float() * factor for each in tensors))
+        else:  # two kernels in place of two for each tensor
+            pack(flat, tensors)
+            if factor != 1.0:
+                flat.mul_(factor)
         return ARRIVED
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:

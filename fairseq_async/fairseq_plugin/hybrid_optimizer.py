@@ -203,7 +203,8 @@ class HybridAsync(FairseqOptimizer):
         """
         if self._norm is not None:
             raise clip_error("the task calls optimizer.clip_grad_norm beside fairseq's trainer")
-        norm: Tensor = self._factor * super().clip_grad_norm(0.0)
+        written = self.worker.written_norm() if self._ranks == 1 else None
+        norm: Tensor = self._factor * super().clip_grad_norm(0.0) if written is None else written
         self._skip = self.scaler is not None and overflows(self.scaler, norm)
         self._norm = float(norm)
         return finite_norm(norm)

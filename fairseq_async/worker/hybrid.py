@@ -109,6 +109,13 @@ class HybridWorker(AsyncWorker):
             self.pin_exchanged()
             self.client.prepare(partial(self._begin, factor))
 
+    def written_norm(self) -> Tensor | None:
+        """Returns the L2 norm of what :meth:`write_ahead` writes, where that is on a GPU: one kernel measures it there.
+        Elsewhere None."""
+        slot = self.client.slot
+        on_gpu = self._begun is not None and self._divided is None and not slot.is_cpu
+        return torch.linalg.vector_norm(slot) if on_gpu else None
+
     def write(self, slot: Tensor, factor: float = 1.0) -> None:
         """slot ← factor · gradients, for the push; completes a :meth:`write_ahead` with the same factor."""
         if not self._is_writer:

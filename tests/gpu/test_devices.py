@@ -7,6 +7,7 @@ from torch.nn import Parameter
 
 from fairseq_async.exchange import SharedMemory
 from fairseq_async.exchange.devices import PLAIN, CudaDevice, device_of
+from fairseq_async.worker.changes import ParameterWatch
 from fairseq_async.worker.replica import MasterReplica, TensorReplica
 
 SIZES = (3, 5), (), (1000, 1000), (0, 4), (70_001,)
@@ -96,3 +97,18 @@ def test_replicas_on_the_gpu_and_on_the_cpu_are_equal() -> None:
         replica.read(other)
         assert torch.equal(one, other)
         replica.write(torch.cat([each.flatten() for each in values]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_change_of_one_value_on_the_gpu_is_noticed(dtype: torch.dtype) -> None:
+    there = [(str(number), each.cuda()) for number, each in enumerate(tensors(dtype))]
+    watch = ParameterWatch(there)
+    watch.note()
+    assert watch.changed() is None
+    for name, tensor in there:
+        if tensor.numel():
+            before = tensor.clone()
+            tensor.view(-1)[-1] += 1
+            assert watch.changed() == name
+            tensor.copy_(before)
+    assert watch.changed() is None

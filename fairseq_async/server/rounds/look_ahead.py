@@ -42,7 +42,8 @@ class LookAhead:
         self._size = parameters.numel()
         if self.look_ahead is None and version not in self._path:
             stride = max(1, parameters.numel() // _SAMPLE)
-            self._path[version] = parameters[::stride].detach().clone()
+            # in memory: a GPU's library for products of vectors would take 32 MiB there
+            self._path[version] = parameters[::stride].detach().to("cpu", copy=True)
             while len(self._path) > _VERSIONS:
                 del self._path[min(self._path)]  # the oldest; some are missing: a round may take several at once
 
