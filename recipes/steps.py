@@ -12,6 +12,8 @@ from pathlib import Path
 
 import typer
 
+from fairseq_async.cli.program import run_app
+
 
 def program() -> str:
     """Return what the user has started, for the usage line; a wrapper script sets FAIRSEQ_ASYNC_SCRIPT to its name."""
@@ -19,11 +21,14 @@ def program() -> str:
 
 
 def run_main(main: Callable[..., None]) -> None:
-    """Runs a program whose options are those of the function `main`. SIGTERM ends its sub-processes, too."""
+    """Runs a program whose options are those of the function `main`; a wrong option is one line and exit code 2.
+
+    SIGTERM ends its sub-processes, too.
+    """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     app = typer.Typer(add_completion=False)
     app.command()(main)
-    app(prog_name=program())
+    run_app(app, program(), sys.argv[1:])
 
 
 class RecipeError(SystemExit):
@@ -40,7 +45,10 @@ def once(directory: Path, make: Callable[[Path], None]) -> Path:
     if not directory.exists():
         partial = directory.with_name(f"{directory.name}.partial-{os.getpid()}")
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        try:
+            partial.mkdir(parents=True)
+        except OSError as error:
+            raise RecipeError(f"{directory} cannot be made: {error.strerror}") from None
         try:
             make(partial)
             _rename(partial, directory)

@@ -49,25 +49,32 @@ def main() -> None:
             value == "" or flag.endswith("=")
         ):  # an empty path would be the working directory
             _fail(f"{flag.rstrip('=')} is empty: give a value, or leave the flag out", 2)
+    run_app(app, "fairseq-async", sys.argv[1:] or ["--help"])
+
+
+def run_app(app: typer.Typer, program: str, arguments: list[str]) -> NoReturn:
+    """Runs the commands of a program, and ends it; a mistake of the user's is one line and exit code 2."""
     try:
-        code = app(sys.argv[1:] or ["--help"], prog_name="fairseq-async", standalone_mode=False)
+        code = app(arguments, prog_name=program, standalone_mode=False)
         print(end="", flush=True)
     except AsyncError as error:
-        _fail(str(error), error.code)
+        _fail(str(error), error.code, program)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except OSError as error:
-        _after_failed_write(error)
+        _after_failed_write(error, program)
     except Exception as error:
         # typer has click's errors under another name in each version; all say what is wrong by format_message
         if not hasattr(error, "format_message"):
             raise
         said = error.format_message().rstrip(".")
-        _fail(f"{said}{'' if said.endswith('?') else ';'} {_program(error)} --help has the options", 2)
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else " ".join([program, *arguments[:1]])
+        _fail(f"{said}{'' if said.endswith('?') else ';'} {command} --help has the options", 2, program)
     sys.exit(code or 0)
 
 
-def _after_failed_write(error: OSError) -> NoReturn:
+def _after_failed_write(error: OSError, program: str) -> NoReturn:
     """Ends the program, with a line about a full disk, or too many open files; without one where the reader of a pipe
     has gone, as head does.
 
@@ -76,24 +83,17 @@ def _after_failed_write(error: OSError) -> NoReturn:
     """
     if error.errno == errno.EMFILE:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        _fail(f"this process may have {limit} open files at a time, which is not enough: ulimit -n 1024 raises that", 2)
+        message = f"this process may have {limit} open files at a time, which is not enough: ulimit -n 1024 raises that"
+        _fail(message, 2, program)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
         raise error
     if sys.stdout is not None:  # Python would write what is left, and fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if error.errno == errno.EPIPE:
         sys.exit(1)
-    _fail(f"{error.filename or 'the output'} cannot be written: {error.strerror}", 1)
+    _fail(f"{error.filename or 'the output'} cannot be written: {error.strerror}", 1, program)
 
 
-def _program(error: Exception) -> str:
-    """Returns the command in which the mistake is: ``fairseq-async launch``."""
-    context = getattr(error, "ctx", None)
-    if context is not None:
-        return str(context.command_path)
-    return " ".join(["fairseq-async", *(name for name in sys.argv[1:2] if not name.startswith("-"))])
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    print(f"fairseq-async: error: {' '.join(message.split())}", file=sys.stderr)
+def _fail(message: str, code: int, program: str = "fairseq-async") -> NoReturn:
+    print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)

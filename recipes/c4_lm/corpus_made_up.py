@@ -19,7 +19,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from recipes.made_up_pair.make_corpus import Grammar, Phrase, Word  # noqa: E402
-from recipes.steps import once  # noqa: E402
+from recipes.steps import once, run_main  # noqa: E402
 
 SIZES = {"train": 6_000, "validation": 300}
 FAITHFUL = 0.75  # probability that a word is drawn from the document's own words
@@ -77,4 +77,4 @@ def main(out: Annotated[Path, typer.Argument(help="Directory to make; left alone
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.steps import RecipeError, once
 from tests.helpers.waiting import group_has_ended
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +52,22 @@ def started(program: str, out: Path) -> subprocess.Popen[bytes]:
         assert time.monotonic() < deadline and recipe.poll() is None
         time.sleep(0.02)
     return recipe
+
+
+def test_a_wrong_option_is_one_line_that_names_the_command_a_user_has_typed() -> None:
+    command = [sys.executable, "-c", "from recipes.steps import run_main\ndef main() -> None: pass\nrun_main(main)"]
+    environment = {**os.environ, "FAIRSEQ_ASYNC_SCRIPT": "bash scripts/demo.sh"}
+    done = subprocess.run(
+        [*command, "--nowhere"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    said = "bash scripts/demo.sh: error: No such option: --nowhere; bash scripts/demo.sh --help has the options\n"
+    assert done.stderr == said
+
+
+def test_a_directory_that_cannot_be_made_is_one_line() -> None:
+    with pytest.raises(RecipeError, match=r"^/proc/nowhere/text cannot be made: No such file or directory$"):
+        once(Path("/proc/nowhere/text"), lambda _: None)
 
 
 @pytest.mark.parametrize("from_terminal", [True, False])
