@@ -285,6 +285,9 @@ def test_a_round_of_several_optimizers_has_the_updates_that_the_options_say(
         assert (other.count, other.moves_parameters()) == (number, number == updates - 1)
         steps.append(rule.apply(torch.zeros(layout.size), Update(number, 0, 0, 1.0, torch.ones(layout.size))))
     assert steps == [False] * (updates - 1) + [True]
+    for limit in (2, 9):
+        rule.limit_round(limit)
+        assert rule.updates_per_step == (min(limit, updates) if given else limit), "a number that is given is the most"
 
 
 def test_the_log_has_the_other_optimizers_tensors_as_missing(workers: Start, tmp_path: Path) -> None:

@@ -95,6 +95,14 @@ def test_a_connection_that_breaks_does_not_end_the_run_of_the_last_worker(server
     assert server.over_at(64.0)
 
 
+def test_a_worker_that_waits_for_the_end_is_told_of_it_where_the_last_other_falls_silent(server: Server) -> None:
+    last, _ = server.enter(0), server.enter(1)
+    server.service.membership.wait(0, "end")
+    assert not server.over_at(62.0), "worker 1 was not heard of for a minute, and worker 0 has no answer yet"
+    last.send(Leave(False))
+    assert server.over_at(62.0)
+
+
 def test_a_finished_run_waits_longer_for_a_worker_0_that_died_than_for_others(server: Server) -> None:
     """For as long as it loads its model, too: it writes the last checkpoint."""
     first = server.enter(0)
