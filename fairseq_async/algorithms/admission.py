@@ -54,7 +54,7 @@ class StalenessPolicy:
             compensated = delta + self.compensation * delta * delta * (now - then)
             if bool(torch.isfinite(torch.linalg.vector_norm(compensated))):  # g⊙g of a finite g may be Inf
                 delta = compensated
-        weight = update.share * ((1.0 + staleness) ** self.power if staleness > 0 else 1.0)
+        weight = update.share * (1.0 + staleness) ** self.power
         if weight != 1.0:
             delta = delta * weight
         return update if delta is update.delta else replace(update, delta=delta)
