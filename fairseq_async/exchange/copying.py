@@ -5,6 +5,9 @@ from ctypes import memmove
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
+
+_NOT_ENOUGH = "{} numbers are not enough for these tensors"
 
 
 def copy(destination: Tensor, source: Tensor) -> None:
@@ -54,9 +57,10 @@ def copy_fused(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> Non
 
 def _views(flat: Tensor, tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the views of ``flat`` for the tensors, and the tensors."""
-    placed = list(_placed(flat, tensors))
-    views = [flat[start : start + tensor.numel()].view(tensor.shape) for start, tensor in placed]
-    return views, [tensor for _, tensor in placed]
+    given = list(tensors)
+    if sum(tensor.numel() for tensor in given) > flat.numel():
+        raise ValueError(_NOT_ENOUGH.format(flat.numel()))
+    return list(_unflatten_dense_tensors(flat, given)), given  # made by torch: by Python they take longer than the copy
 
 
 def _move(destination: int, source: int, size: int) -> None:
@@ -69,7 +73,7 @@ def _placed(flat: Tensor, tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tens
     for tensor in tensors:
         end = start + tensor.numel()
         if end > size:
-            raise ValueError(f"{size} numbers are not enough for these tensors")
+            raise ValueError(_NOT_ENOUGH.format(size))
         yield start, tensor
         start = end
 

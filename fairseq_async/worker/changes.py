@@ -33,6 +33,7 @@ class ParameterWatch:
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self._named = named
         self._noted: dict[torch.device, Tensor] | None = None
+        self._on_gpu: dict[torch.device, _RowsAtOnce] = {}
 
     def note(self) -> None:
         """Notes the parameters as they are now."""
@@ -50,8 +51,16 @@ class ParameterWatch:
         return next(different, self._named[0][0])
 
     def _fingerprints(self) -> dict[torch.device, Tensor]:
-        devices = dict.fromkeys(tensor.device for _, tensor in self._named)
-        return {device: _fingerprints(each for _, each in self._named if each.device == device) for device in devices}
+        found: dict[torch.device, list[Tensor]] = {}
+        for _, tensor in self._named:
+            found.setdefault(tensor.device, []).append(tensor)
+        return {device: _fingerprints(*self._rows_of(device, tensors)) for device, tensors in found.items()}
+
+    def _rows_of(self, device: torch.device, tensors: list[Tensor]) -> tuple[Tensor, list[int]]:
+        if device.type == "cuda":
+            return self._on_gpu.setdefault(device, _RowsAtOnce()).sums(tensors)
+        rows = [_rows(tensor) for tensor in tensors]
+        return torch.cat([part for parts in rows for part in parts]), [sum(map(len, parts)) for parts in rows]
 
 
 class WholeWatch:
@@ -166,30 +175,48 @@ def _by_parameter(fingerprints: dict[torch.device, Tensor], named: Sequence[tupl
 
 
 @torch.no_grad()
-def _fingerprints(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns a number for each of these tensors of one device: Σ wᵢ · rowᵢ mod 2⁶⁴, with odd wᵢ that depend on the
-    row's place, so that values that have changed rows show too."""
-    here = list(tensors)
-    if here and here[0].is_cuda:
-        sums, counts = _rows_at_once(here)
-    else:
-        rows = [_rows(tensor) for tensor in here]
-        sums, counts = torch.cat([part for parts in rows for part in parts]), [sum(map(len, parts)) for parts in rows]
+def _fingerprints(sums: Tensor, counts: list[int]) -> Tensor:
+    """Returns a number for each tensor from the sums of its rows: Σ wᵢ · rowᵢ mod 2⁶⁴, with odd wᵢ that depend on the
+    row's place, so that values that have changed rows show too.
+
+    Args:
+        sums: of the rows of all tensors.
+        counts: how many of them each tensor has.
+    """
     totals = sums.mul_(torch.arange(1, 2 * len(sums), 2, device=sums.device)).cumsum(0)
     ends = torch.tensor(counts, device="cpu").cumsum(0)
     before_each = torch.cat((totals.new_zeros(1), totals))[torch.cat((ends.new_zeros(1), ends)).to(totals.device)]
     return before_each.diff()
 
 
-def _rows_at_once(tensors: list[Tensor]) -> tuple[Tensor, list[int]]:
-    """Returns the sums of rows of all tensors' bits, which are filled up with zeros, and each tensor's number of rows.
-    A kernel for each of some hundred tensors would take the process longer than all of them take the GPU."""
-    size = 8 * _ALIGNED
-    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-    counts, zeros = [-(-each.numel() // size) for each in flat], flat[0].new_zeros(size)
-    filled = [(each, zeros[: size * count - each.numel()]) for each, count in zip(flat, counts, strict=True)]
-    rows = torch.cat([part for pair in filled for part in pair]).view(torch.int64).view(-1, _ALIGNED)
-    return rows.sum(1), counts
+class _RowsAtOnce:
+    """The rows of a GPU's tensors, which are filled up with zeros, by a few kernels: one for each of some hundred
+    tensors would take the process longer than all of them take the GPU.
+
+    So would making the tensors' views, and these are kept. With them the memory of a parameter whose ``data`` was
+    replaced stays until the next look.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[int, int]] = []
+        self._parts: list[Tensor] = []
+        self._counts: list[int] = []
+
+    @torch.no_grad()
+    def sums(self, tensors: list[Tensor]) -> tuple[Tensor, list[int]]:
+        """Returns the sums of the rows, and each tensor's number of rows."""
+        seen = [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
+        if seen != self._seen:
+            self._place(tensors)
+            self._seen = seen if all(tensor.is_contiguous() for tensor in tensors) else []
+        return torch.cat(self._parts).view(torch.int64).view(-1, _ALIGNED).sum(1), self._counts
+
+    def _place(self, tensors: list[Tensor]) -> None:
+        size = 8 * _ALIGNED
+        flat = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+        self._counts, zeros = [-(-each.numel() // size) for each in flat], flat[0].new_zeros(size)
+        filled = [(each, zeros[: size * n - each.numel()]) for each, n in zip(flat, self._counts, strict=True)]
+        self._parts = [part for pair in filled for part in pair]
 
 
 def _rows(tensor: Tensor) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """A server whose parameters are on the workers' GPU, in real processes: as one on the CPU, and killed."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -120,6 +121,7 @@ def test_the_server_takes_the_memory_that_the_documents_name(
         optimizer = torch.optim.Adam([parameters], fused=True)
         return HybridAccumulation(optimizer, 1, clip_norm=1.0), EpochPlan(Constant(), 0)
 
+    gc.collect()  # what the server before had
     before = torch.cuda.memory_allocated()
     server = ThreadServer(1, tmp_path, build=build)
     client = Client(server.address, server.token, 0, patience=20.0)
