@@ -82,6 +82,14 @@ def test_a_barrier_goes_on_without_a_worker_that_left() -> None:
     assert run.push(1, 1.0, now=6.0) == Outcome() and answered(run.push(2, 1.0, now=7.0)) == [0, 1, 2]
 
 
+def test_a_round_has_no_more_updates_than_the_method_says_however_many_are_at_work() -> None:
+    parameters = torch.zeros(1)
+    rule = HybridAccumulation(torch.optim.SGD([parameters], lr=1.0), 2)
+    run = driven(rule, EpochPlan(Constant(), max_epoch=0), parameters, barrier=2)
+    assert run.push(2, 3.0, now=1.0) == Outcome() and answered(run.push(0, 1.0, now=2.0)) == [0, 2]
+    assert run.version == 1 and run.parameter == -2.0
+
+
 @pytest.mark.parametrize("dies", [True, False], ids=["dead", "silent"])
 def test_a_barrier_waits_for_the_dead_and_the_silent_as_long_as_is_allowed(dies: bool) -> None:
     run = synchronous()

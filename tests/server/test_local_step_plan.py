@@ -47,7 +47,7 @@ def test_speeds_and_steps_must_be_above_zero(speeds: dict[int, float], maximum: 
 def test_shards_behind_their_share_are_chosen() -> None:
     assert shard_probabilities([10, 10], [5, 5]).tolist() == [0.5, 0.5]
     assert shard_probabilities([10, 30], [0, 0]).tolist() == [0.25, 0.75]
-    assert shard_probabilities([10, 10], [9, 1]).tolist() == [0.0, 1.0]
+    assert shard_probabilities([10, 10], [9, 1]).tolist() == shard_probabilities([0, 10], [0, 0]).tolist() == [0.0, 1.0]
     behind = shard_probabilities([10, 10, 20], [6, 2, 2])
     assert behind.tolist() == pytest.approx([0.0, 0.05 / 0.35, 0.3 / 0.35])
 
@@ -63,7 +63,7 @@ def test_probabilities_are_the_formula_and_sum_to_one(shards: list[tuple[int, in
     assert found.tolist() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize(("sizes", "used"), [([1], [1, 2]), ([], []), ([0], [0]), ([1, -1], [0, 0])])
+@pytest.mark.parametrize(("sizes", "used"), [([1], [1, 2]), ([], []), ([0], [0]), ([2, -1], [0, 0]), ([1, 1], [2, -1])])
 def test_shards_that_make_no_sense_are_refused(sizes: list[int], used: list[int]) -> None:
     with pytest.raises(ValueError):
         shard_probabilities(sizes, used)
