@@ -108,6 +108,11 @@ def test_of_a_fragment_that_was_given_in_fp32_changes_come_next_and_of_no_other(
     it = Server([1.0, 2.0, 3.0, 4.0, 5.0], fragments=2)
     it.changes.note_taken(0, it.parameters[2:], 3)
     assert [starts.adds for turn in range(4) if (starts := it.changes.of(0, turn))] == [False, True] * 2
+    it.move([1.0, 0.5])
+    it.move([2.0, 4.0, 8.0])
+    starts = it.changes.of(0, 1)
+    assert starts is not None and (payload := starts.payload(it.server)) is not None
+    assert E3M0().decode(payload.numpy().data, 3).tolist() == [2.0, 4.0, 8.0], "what it has stays as it was given"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

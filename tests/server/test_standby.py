@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,10 +172,15 @@ def test_a_server_begins_without_a_standby_where_there_is_no_room_for_a_process(
 
 
 def test_a_server_that_was_a_standby_is_no_zombie_where_this_process_takes_over_orphans() -> None:
-    """As the first process of a container."""
+    """As the first process of a container. It takes half a second to end."""
+    end, until_then = os.pipe()
     child = os.fork()
     if child == 0:
+        os.close(until_then)
+        os.read(end, 1)
         os._exit(0)
+    os.close(end)
+    threading.Timer(0.5, os.close, [until_then]).start()
     assert Adopted(child, open(os.devnull, "wb")).wait(60) == -signal.SIGKILL
     with pytest.raises(ChildProcessError):
         os.waitpid(child, os.WNOHANG)

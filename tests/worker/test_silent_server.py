@@ -28,7 +28,7 @@ from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.commands import free_port
-from tests.helpers.server_client import join_patiently, push
+from tests.helpers.server_client import join, join_patiently, push
 from tests.helpers.waiting import wait_until
 
 
@@ -204,3 +204,14 @@ def test_signs_of_life_are_four_within_the_time_and_attempts_to_connect_at_most_
     patient: Any = SimpleNamespace(patience=1e6, _hopeless=lambda: False)
     assert LastingConnection._try_again(patient, meet) == "there"  # type: ignore[type-var]
     assert waited == [15.0] and pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0])
+
+
+def test_a_worker_shows_life_as_often_as_its_run_asks_for(tmp_path: Path) -> None:
+    """The server does not know the run's timeout before the first worker has joined."""
+    server = ThreadServer(1, tmp_path)
+    try:
+        client = join(server, 0, worker_timeout=3.0)
+        assert client.connection.channel.timeout == 3.0
+        client.leave(finished=True)
+    finally:
+        server.stop()
