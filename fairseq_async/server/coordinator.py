@@ -393,7 +393,7 @@ def build_coordinator(
     server = build_server(spec, rule, parameters)
     waiting: Waiting = GracePeriod(spec.grace_period, plan, spec.barrier or OPEN)
     if spec.closes_early:
-        waiting = NearArrivals(spec.grace_share, spec.grace_period)
+        waiting = NearArrivals(spec.grace_share, spec.grace_period, spec.micro_batches > 0)
     elif spec.quorum:
         waiting = Quorum(spec.quorum, spec.grace_period or 0.0, plan)
     shares = Shares(spec.micro_batches, membership.announced)

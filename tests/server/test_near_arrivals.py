@@ -253,6 +253,35 @@ def test_a_step_that_would_waste_its_workers_time_is_not_waited_for(shares: tupl
     assert not waiting.continues(None, [last], 100.0 + shares[0][0] * shares[0][1])
 
 
+def test_while_speeds_are_measured_shares_wait_for_all_who_have_begun() -> None:
+    """Worker 0 takes three seconds a micro-batch, worker 1 one. Both have four in each of the first steps."""
+    waiting, now = NearArrivals(0.5, shares=True), 0.0
+    for step in range(4):
+        for worker in (0, 1):
+            waiting.begin_work(worker, now, 4)
+            waiting.close()  # nothing has been sent: this is no end of a step
+        assert waiting.continues(1, [0], now + 4.0) is (step < 3)
+        waiting.continues(0, [], now + 12.0)
+        now += 12.0
+        waiting.close()
+
+
+def test_while_speeds_are_measured_nobody_waits_for_long_for_a_worker_that_does_not_come() -> None:
+    waiting = NearArrivals(0.5, shares=True)
+    for worker in (0, 1):
+        waiting.begin_work(worker, 0.0, 4)
+    assert waiting.continues(0, [1], 4.0) and waiting.deadline == 8 * 4.0 + 2.0
+    waiting.continues(1, [], 8.0)
+    waiting.close()
+    for worker in (0, 1):
+        waiting.begin_work(worker, 10.0, 4)
+    assert waiting.continues(0, [1], 14.0) and waiting.deadline == 10.0 + 2 * 8.0 + 2.0
+    assert not waiting.continues(None, [1], 28.1)
+    waiting.close()
+    waiting.begin_work(0, 28.1, 4)
+    assert not waiting.continues(0, [1], 32.1), "its work is not of this step"
+
+
 def test_another_server_goes_on_with_the_step_and_its_shares() -> None:
     waiting, again = shared(NearArrivals(0.5), *BALANCED), NearArrivals(0.5)
     again.load_state_dict(waiting.state_dict())

@@ -11,6 +11,9 @@ from fairseq_async.server.rounds.waiting import Waiting
 _REMEMBERED = 5  # last steps of a worker: one odd batch among them does not move their median
 _DEVIATION = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
 _ROUNDING = 1e-9  # of the time that work takes
+_MEASURED = 3  # first steps, for which shares wait until all speeds are known
+_SLOWEST = 8.0  # times the fastest worker's time: for one slower than that, the first step does not wait
+_OVERDUE = 2.0  # times a worker's own time, for which the other two wait
 _BUSY = 0.8  # of its workers' time, that a step of unequal shares has to use to be waited for as a whole
 
 
@@ -54,15 +57,20 @@ class NearArrivals(Waiting):
     once: afterwards the worker is not near any more. In the first step no time is known, and all workers are taken to
     be as fast as the first that comes; later no step waits for a worker's first gradient.
 
+    Where shares are divided by speed, all workers that have begun are near in the first three steps, in which speeds
+    are measured: these steps, of the largest learning rate, then have the batches of synchronous ones. In the first of
+    them a worker may be eight times slower than the first that comes, in the others it may take twice its own time.
+
     Args:
         grace_share: the grace as a share of a worker's own step.
         grace_period: the grace of all workers in seconds, in place of the share.
+        shares: whether micro-batches are divided by the workers' speeds.
     """
 
     steps_together = True
 
-    def __init__(self, grace_share: float, grace_period: float | None = None) -> None:
-        self.grace_share, self.grace_period = grace_share, grace_period
+    def __init__(self, grace_share: float, grace_period: float | None = None, shares: bool = False) -> None:
+        self.grace_share, self.grace_period, self.shares = grace_share, grace_period, shares
         self.deadline: float | None = None
         self._begun: dict[int, float] = {}
         self._took: dict[int, list[float]] = {}  # seconds a micro-batch
@@ -101,9 +109,10 @@ class NearArrivals(Waiting):
         until = min((since + graces[worker] for worker, since in self._waiting.items()), default=now)
         grace = min(graces.values(), default=0.0)
         expected = [worker for worker in others if worker in self._begun and self._is_known(worker)]
-        times = {worker: self._step_times.get(worker, fastest).seconds for worker in expected}
+        measures = self.shares and max(map(len, self._took.values()), default=0) <= _MEASURED
+        times = {worker: self._expected_seconds(worker, measures) for worker in expected}
         due = {worker: self._begun[worker] + self._number(worker) * seconds for worker, seconds in times.items()}
-        together = self._in_step if self._is_balanced() else set[int]()
+        together = self._in_step if measures or self._is_balanced() else set[int]()
         in_time = [at for worker, at in due.items() if worker in together or at <= until + _ROUNDING * grace]
         near = [at + grace for at in in_time if at + grace > now]
         self.deadline = max(near, default=now)
@@ -118,9 +127,9 @@ class NearArrivals(Waiting):
             self.deadline = None
 
     def close(self) -> None:
-        if self._waiting:
+        if self._waiting:  # else no step was taken
             self._first_step = False
-        self.deadline, self._waiting, self._in_step = None, {}, set()
+            self.deadline, self._waiting, self._in_step = None, {}, set()
 
     def _is_balanced(self) -> bool:
         """Whether the workers of the step have unequal shares, with which they are done at about the same time."""
@@ -133,6 +142,12 @@ class NearArrivals(Waiting):
 
     def _is_known(self, worker: int) -> bool:
         return self._first_step or worker in self._took
+
+    def _expected_seconds(self, worker: int, measures: bool) -> float:
+        """Returns the time of a micro-batch, at most, of a worker that is near."""
+        if worker in self._step_times:
+            return self._step_times[worker].seconds * (_OVERDUE if measures else 1.0)
+        return self._fastest().seconds * (_SLOWEST if measures else 1.0)
 
     def _number(self, worker: int) -> int:
         return self._micro_batches.get(worker, 1)
