@@ -25,7 +25,8 @@ if [ ! -f "$complete" ]; then
         echo "  2/4 the packages of $python, and those in $WHEELS"
         packages='import sysconfig; print(sysconfig.get_path("purelib"))'
         "$python" -c "$packages" > "$("$venv/bin/python" -c "$packages")/of_python.pth"
-        install=("$python" -m pip --python "$venv/bin/python" install --quiet --no-index --no-deps --no-build-isolation --ignore-installed)
+        install=("$python" -m pip --python "$venv/bin/python" install --quiet --ignore-installed)
+        install+=(--no-index --no-deps --no-build-isolation)
         "${install[@]}" "$WHEELS"/*.whl
         echo "  3/4 this package"
         "${install[@]}" --editable .

@@ -2,7 +2,8 @@
 # For a machine with a GPU: bash scripts/gpu_check.sh [PART …]; each part is within nine minutes, and all of them are the default.
 #   tests     copies, training and a server on the GPU are equal to those on the CPU; Adasum by NCCL where there are two GPUs
 #   times     an exchange, by this package's copies and tensor by tensor
-#   training  a worker's tokens a second beside plain fairseq's, with the server on the CPU, in 8 shards, and on the GPU
+#   training  tokens a second of one worker and of two beside plain fairseq's, with the server on the CPU, in 8 shards,
+#             and on the GPU
 #   profile   where the time of a plain step of fairseq goes, by torch's profiler
 #   recipe    an epoch of the Multi30k recipe at its published size
 #   c4        400 steps a worker of the C4 recipe's 60m model in bf16
@@ -20,7 +21,12 @@ nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | tee "$out/dev
 
 tests() { timeout 500 python -m pytest -q -rs tests/gpu; }
 times() { timeout 60 python scripts/bench/gpu_exchange.py | tee "$out/gpu_exchange.txt"; }
-training() { timeout 540 python scripts/bench/gpu_training.py --out "$out/training" --seconds 40 --skip 15 --json "$out/gpu_training.json"; }
+training() {  # ten runs of half a minute, then six
+    local line=(python scripts/bench/gpu_training.py --out "$out/training" --seconds 15 --skip 5) failed=0
+    timeout 330 "${line[@]}" --json "$out/gpu_training_all.json" || failed=1
+    timeout 210 "${line[@]}" --workers 2 --pair --json "$out/gpu_training_2_workers.json" || failed=1
+    return $failed
+}
 profile() { timeout 300 python scripts/bench/plain_step.py --out "$out/profile" --json "$out/plain_step.json"; }
 recipe() {
     [ -n "${MULTI30K:-}" ] || { echo "recipe: left out, MULTI30K is not set"; return 0; }

@@ -23,8 +23,8 @@ class ParameterWatch:
 
     The fingerprint is of the bits, so that it does not matter how a parameter was changed: in place, through ``data``,
     or by another tensor as its ``data``. It takes one pass over the memory; on a GPU also a copy, so that a few kernels
-    do it, and the process waits for the device once, when it compares. Values that only change places within a row of
-    127 words, or on a GPU 128, do not show.
+    do it, and the process waits for the device once, when it compares. On a CPU, values that only change places within
+    a row of 127 words do not show.
 
     Args:
         named: the parameters with their names.
@@ -201,6 +201,7 @@ class _RowsAtOnce:
         self._seen: list[tuple[int, int]] = []
         self._parts: list[Tensor] = []
         self._counts: list[int] = []
+        self._weights = torch.empty(0)
 
     @torch.no_grad()
     def sums(self, tensors: list[Tensor]) -> tuple[Tensor, list[int]]:
@@ -209,7 +210,7 @@ class _RowsAtOnce:
         if seen != self._seen:
             self._place(tensors)
             self._seen = seen if all(tensor.is_contiguous() for tensor in tensors) else []
-        return torch.cat(self._parts).view(torch.int64).view(-1, _ALIGNED).sum(1), self._counts
+        return torch.cat(self._parts).view(torch.int64).view(-1, _ALIGNED).mul_(self._weights).sum(1), self._counts
 
     def _place(self, tensors: list[Tensor]) -> None:
         size = 8 * _ALIGNED
@@ -217,6 +218,7 @@ class _RowsAtOnce:
         self._counts, zeros = [-(-each.numel() // size) for each in flat], flat[0].new_zeros(size)
         filled = [(each, zeros[: size * n - each.numel()]) for each, n in zip(flat, self._counts, strict=True)]
         self._parts = [part for pair in filled for part in pair]
+        self._weights = torch.arange(1, 2 * _ALIGNED, 2, device=zeros.device)
 
 
 def _rows(tensor: Tensor) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 
 from fairseq_async.algorithms import HybridAccumulation, Update
 from fairseq_async.algorithms.hybrid import pieces
-from fairseq_async.algorithms.missing import clear, elements_of, missing_here, missing_of, tensors_of
+from fairseq_async.algorithms.missing import HiddenGradients, clear, elements_of, missing_here, missing_of, tensors_of
 from fairseq_async.algorithms.threads import PIECE, forget_threads, set_threads
 
 SIZES = [PIECE + 3, 5, 0, 7, 2 * PIECE, 11]  # of 6 tensors; a step takes them in pieces that go over their bounds
@@ -39,6 +39,14 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 def accumulation(flat: Tensor, make: Callable[[Any], Optimizer], count: int, **options: Any) -> HybridAccumulation:
     views = [Parameter(view) for view in flat.split(SIZES)]
     return HybridAccumulation(make(pieces(flat)), count, tensors=views, elementwise=True, **options)
+
+
+def accumulation_of_whole(flat: Tensor, make: Callable[[Any], Optimizer]) -> HybridAccumulation:
+    """As on a GPU, where the optimizer steps the whole vector."""
+    views = [Parameter(view) for view in flat.split(SIZES)]
+    rule = HybridAccumulation(make([Parameter(flat)]), 1, tensors=views, elementwise=True)
+    rule._hidden = HiddenGradients(rule.optimizer, views, PIECE)
+    return rule
 
 
 def update(delta: Tensor, missing: int) -> Update:
@@ -115,3 +123,31 @@ def test_of_which_tensors_and_elements_a_number_speaks() -> None:
     assert missing_of([None, 1.0, None]) == 0b101 and tensors_of(0b101) == [0, 2]
     assert missing_here(0b110101, slice(1, 5)) == 0b1010
     assert elements_of(0b101, [2, 3, 4]) == [slice(0, 2), slice(5, 9)] and elements_of(0, [2]) == []
+
+
+@pytest.mark.parametrize("steps", [STEPS[:1], STEPS], ids=["none is missing", "some are missing"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 1)], ids=["CPU to GPU", "GPU to CPU", "GPU to GPU"])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_state_goes_on_in_a_server_on_another_device(
+    make: Callable[[Any], Optimizer], order: tuple[int, int], steps: list[tuple[int, int]]
+) -> None:
+    """With the same bits; and pieces that have taken the same steps are one again where the whole vector is stepped."""
+    torch.manual_seed(0)
+    flat, builds = torch.randn(sum(SIZES)), (lambda flat, make: accumulation(flat, make, 1), accumulation_of_whole)
+    rule = builds[order[0]](flat, make)
+    for missing, _ in steps:
+        rule.apply(flat, update(torch.randn(sum(SIZES)), missing))
+    state = copy.deepcopy(rule.state_dict())
+    on_cpu = accumulation(flat.clone(), make, 1)
+    assert (state["pieces"] is None) == (len(steps) == 1), "as of a server on a CPU"
+    on_cpu.load_state_dict(copy.deepcopy(state))
+    assert all(part.numel() <= PIECE for part in on_cpu.optimizer.param_groups[0]["params"])
+    other = builds[order[1]](anew := flat.clone(), make)
+    other.load_state_dict(state)
+    if order[1] and len(steps) == 1:
+        assert len(other.optimizer.param_groups[0]["params"]) == 1
+    for missing in (0, 0b010010):
+        delta = torch.randn(sum(SIZES))
+        rule.apply(flat, update(delta, missing))
+        other.apply(anew, update(delta, missing))
+        assert torch.equal(flat, anew)

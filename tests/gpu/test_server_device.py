@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_async.algorithms import HybridAccumulation
+from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.algorithms.hybrid import pieces
+from fairseq_async.algorithms.threads import PIECE
 from fairseq_async.exchange.gpu_memory import IPC
 from fairseq_async.protocol import Layout, Push, Report
+from fairseq_async.records.state_files import moved
 from fairseq_async.reporting.audit import audit
 from fairseq_async.server.plan import EpochPlan
 from fairseq_async.worker.connection.client import Client
@@ -137,3 +140,23 @@ def test_the_server_takes_the_memory_that_the_documents_name(
         client.connection.close()
         server.stop()
     assert taken == pytest.approx(4 * layout.size * (vectors + 1), rel=0.02)
+
+
+def test_a_state_goes_on_in_a_server_on_the_other_device() -> None:
+    """The one on the GPU steps whole vectors, the other one pieces."""
+    generator = torch.Generator().manual_seed(1)
+    size = 3 * PIECE + 5
+    flats = [torch.zeros(size), torch.zeros(size, device="cuda")]
+    rules = [HybridAccumulation(torch.optim.Adam(pieces(flat)), 1, elementwise=True) for flat in flats]
+    assert [len(rule.optimizer.param_groups[0]["params"]) for rule in rules] == [4, 1]
+    for number in range(4):
+        if number == 2:
+            for rule, state in zip(
+                rules, [moved(rule.state_dict(), torch.device("cpu")) for rule in reversed(rules)], strict=True
+            ):
+                rule.load_state_dict(state)
+        delta = torch.randn(size, generator=generator)
+        for rule, flat in zip(rules, flats, strict=True):
+            rule.apply(flat, Update(0, number, number, 1.0, delta.to(flat.device)))
+    assert len(rules[1].optimizer.param_groups[0]["params"]) == 1
+    torch.testing.assert_close(flats[1].cpu(), flats[0], rtol=1e-5, atol=1e-6)

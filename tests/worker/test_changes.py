@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fairseq_async.worker import changes
 from fairseq_async.worker.changes import LoopWatch, OtherModels, ParameterWatch, WholeWatch
 
 
@@ -25,6 +26,14 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+@pytest.fixture(params=[False, True], ids=["a kernel for each", "as on a GPU"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:
+        at_once = changes._RowsAtOnce()
+        monkeypatch.setattr(ParameterWatch, "_rows_of", lambda watch, device, tensors: at_once.sums(tensors))
+
+
+@pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 @pytest.mark.parametrize("layer", [0, 1], ids=["of several rows of words", "of less than a row"])
