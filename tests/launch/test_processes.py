@@ -89,6 +89,14 @@ def test_of_ranks_that_have_ended_together_a_mistake_is_what_the_worker_ends_wit
     assert ranks._wait(ended, None) == code
 
 
+def test_a_rank_that_does_not_end_holds_the_worker_no_longer_than_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has ended in order; the other is looked at every 0.05 seconds."""
+    monkeypatch.setattr(ranks, "_ENDING", 0.2)
+    looks = iter([None] * 50)
+    there: list[Any] = [SimpleNamespace(poll=lambda: 0), SimpleNamespace(poll=lambda: next(looks))]
+    assert ranks._wait(there, None) == 0
+
+
 def test_each_rank_has_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Processes, "on_gpu", True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,9")

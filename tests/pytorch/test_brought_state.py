@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 
 from fairseq_async.environment import PLUGINS
 from fairseq_async.pytorch import HybridAsync
+from fairseq_async.pytorch.brought_state import check_brought
 from fairseq_async.server.programs import gradient_main
 from fairseq_async.worker.start.context import WorkerContext
 from tests.helpers.thread_workers import ThreadWorkers
@@ -169,6 +170,13 @@ def test_a_server_in_shards_which_cannot_be_given_moments_is_not_started(
     with pytest.raises(SystemExit), HybridAsync(net, optimizer, total_steps=2, server_shards=2):
         pass
     assert "Adam has stepped before this run" in capsys.readouterr().err
+
+
+def test_moments_that_an_optimizer_begins_with_are_of_no_step_and_any_server_may_have_them() -> None:
+    net = Net()
+    optimizer = OPTIMIZERS["Adagrad"](net)
+    assert optimizer.state
+    check_brought(HybridAsync(net, optimizer, total_steps=2, server_shards=2).describe(1), [optimizer])
 
 
 def test_a_class_of_a_plugin_steps_in_the_server_as_in_the_plain_loop(
