@@ -1,5 +1,7 @@
 """The learning rate of steps with fewer gradients, by what it is for."""
 
+from collections.abc import Callable
+from functools import partial
 from itertools import repeat
 
 import pytest
@@ -73,13 +75,13 @@ class Decoupled(torch.optim.SGD):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, Decoupled])
-def test_a_weight_decay_beside_the_gradient_is_that_of_whole_steps(make: type[torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize("make", [torch.optim.AdamW, partial(torch.optim.Adam, decoupled_weight_decay=True), Decoupled])
+def test_a_weight_decay_beside_the_gradient_is_that_of_whole_steps(make: Callable[..., torch.optim.Optimizer]) -> None:
     """Sixteen gradients of zeros, in steps of 4, of 1, and of 3 and 1."""
     left = []
     for sizes in ([4] * 4, [1] * 16, [3, 1] * 4):
         parameters = torch.ones(3, dtype=torch.float64)
-        optimizer = make([parameters], lr=0.01, weight_decay=0.1)  # type: ignore[call-arg]
+        optimizer = make([parameters], lr=0.01, weight_decay=0.1)
         rule = HybridAccumulation(optimizer, 4, partial_steps=True)
         for size in sizes:
             rule.limit_round(size)
