@@ -168,6 +168,8 @@ def prepare(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
         unbuffered()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    # torch makes its pool of threads anew in a fork when it is next asked for, and fails if two threads ask at once
+    sys.modules["torch"].set_num_threads(1)
     record = json.dumps({"arguments": list(arguments), "variables": dict(variables)})
     note(record)
     os.register_at_fork(after_in_child=lambda: note(record))  # as /proc shows the same of both
