@@ -31,6 +31,16 @@ def test_a_line_that_cannot_be_written_is_lost_and_ends_nothing(tmp_path: Path, 
     assert display.closed == (code == errno.EPIPE), "a view that nobody reads may end; a run goes on"
 
 
+def test_where_there_is_no_terminal_a_line_comes_every_ten_seconds(tmp_path: Path) -> None:
+    now = [1000.0]
+    with (tmp_path / "out").open("w") as file:
+        display = Display(Progress(tmp_path, 1, clock=lambda: now[0]), Console(file=file))
+        for _ in range(35):
+            now[0] += 1.0
+            display.refresh()
+    assert len((tmp_path / "out").read_text().splitlines()) == 3
+
+
 def test_a_letter_that_the_terminal_does_not_have_is_an_escape(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w", encoding="ascii") as file:
         display = Display(Progress(tmp_path, 1), Console(file=file))

@@ -113,6 +113,16 @@ def test_the_older_snapshot_is_used_where_the_newest_is_not_what_was_written(
     assert not [path for path in snapshots.directory.iterdir() if path.is_file()]
 
 
+def test_the_last_two_snapshots_stay_and_none_before_them(tmp_path: Path) -> None:
+    snapshots = InlineSnapshots(tmp_path)
+    for version in (8, 9, 10, 11):
+        snapshots.take({"version": version}, version)
+    assert sorted(each.name for each in snapshots.directory.iterdir()) == [
+        "version-000000000010.pt",
+        "version-000000000011.pt",
+    ]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_one_snapshot_is_written_at_a_time_and_a_failure_is_told_until_one_succeeds(
     tmp_path: Path, fails: bool
