@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -276,3 +277,11 @@ def test_a_worker_that_dies_after_the_end_and_before_worker_0_has_saved_is_waite
     launcher._after_end()
     assert launcher._ending[0] and launcher._ending[1] > 0.0, "worker 0 has its time again"
     assert worker.restarts == 1 and not any(each.given_up for each in launcher.processes.workers)
+
+
+def test_that_the_run_was_finished_may_be_heard_after_the_workers_have_ended() -> None:
+    """Another thread reads it from the server. They had nothing to do, as where the run was finished before."""
+    launcher: Any = Launcher.__new__(Launcher)
+    launcher.server, launcher.run_dir = SimpleNamespace(finished=threading.Event()), Path()
+    threading.Timer(0.3, launcher.server.finished.set).start()
+    launcher._check_whether_finished()

@@ -11,6 +11,7 @@ from fairseq_async.algorithms import threads
 from fairseq_async.method.spec import ServerSettings
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.network.peers import Peer, use_idle_cores
+from fairseq_async.worker.start import server_process
 
 CORES = 4
 
@@ -64,3 +65,8 @@ def test_a_process_takes_no_more_cores_than_it_gains_from(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     assert used(waiting=[0, 1, 2], remote=[], shards=shards) == threads
+
+
+@pytest.mark.parametrize(("workers", "threads"), [(1, "3"), (3, "1"), (9, "1")])
+def test_the_servers_optimizer_uses_the_cores_that_its_workers_leave(workers: int, threads: str) -> None:
+    assert server_process._threads(workers) == {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}

@@ -7,6 +7,8 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from fairseq_async.protocol import (
     Status,
 )
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.start import server_process
 from fairseq_async.worker.start.context import WorkerContext
 from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.sgd_server import sgd_spec
@@ -198,3 +201,15 @@ def test_a_directory_that_cannot_be_written_to_is_clear(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ConfigurationError, match=rf"{tmp_path} \(--run-dir\) cannot be written to"):
         ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "log")
+
+
+def test_worker_0_waits_longer_for_its_server_alone_than_before_it_tells_of_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    waits = list[float | None]()
+    for workers in (1, 2):
+        server: Any = ServerProcess.__new__(ServerProcess)
+        server._workers, server.over = workers, SimpleNamespace(wait=lambda seconds=None: waits.append(seconds))
+        server.outlast_workers()
+    assert waits == [server_process._LEAVING_SECONDS, None, server_process._QUIET_SECONDS, None]
+    assert capsys.readouterr().err.count("its server stays for the other workers") == 2

@@ -212,6 +212,7 @@ def test_a_worker_shows_life_as_often_as_its_run_asks_for(tmp_path: Path) -> Non
     try:
         client = join(server, 0, worker_timeout=3.0)
         assert client.connection.channel.timeout == 3.0
+        assert client.connection.channel.connection.gettimeout() is None, "a message may come with pauses"
         client.leave(finished=True)
     finally:
         server.stop()
