@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from fairseq_async.algorithms.missing import HiddenGradients, tensors_of
+from fairseq_async.algorithms.pieces import Pieces
 from fairseq_async.algorithms.rule import State, Update, fills
 from fairseq_async.algorithms.threads import PIECE, copy_in_threads, cut, in_threads, pairs, step_in_threads
 
@@ -74,7 +74,8 @@ class HybridAccumulation:
         self.clip_norm, self.partial_steps, self.elementwise = clip_norm, partial_steps, elementwise
         self._tensors = self._optimized if tensors is None else tensors
         whole = all(piece.dim() == 1 and not piece.is_cpu for piece in self._optimized)  # see `pieces`
-        self._hidden = HiddenGradients(optimizer, tensors or (), PIECE if whole else 0)
+        self._pieces = Pieces(optimizer, PIECE if whole else 0)
+        self._hidden = HiddenGradients(self._pieces, tensors or ())
         self.norm_of_all: Callable[[Tensor], Tensor] = _as_it_is
         self.mean: Tensor | None = None
         self._has_gradients = False  # whether the tensors' gradients are parts of the mean
@@ -136,17 +137,19 @@ class HybridAccumulation:
     def state_dict(self) -> State:
         """Returns the optimizer's state, and the gradients that wait for their step."""
         return {
-            "optimizer": self._hidden.optimizer_state(),
+            "optimizer": self._pieces.state_dict(),
             "mean": self.mean if self.count else None,
             "weight": self.weight,
             "count": self.count,
             "micro_batches": self._micro_batches,
             "missing": tensors_of(self._missing) if self.count else [],
-            "pieces": self._hidden.sizes(),
+            "pieces": self._pieces.sizes(),
         }
 
     def load_state_dict(self, state: State) -> None:
-        self._hidden.load(state["optimizer"], state.get("pieces"))  # not in an older state, where no piece was cut
+        self._pieces.load_state_dict(
+            state["optimizer"], state.get("pieces")
+        )  # not in an older state, where no piece was cut
         self._has_gradients = False
         self._missing = sum(1 << number for number in state.get("missing", ()))
         self.weight, self.count = state["weight"], state["count"]
@@ -251,9 +254,3 @@ def _norm_of_lerp(mean: Tensor, other: Tensor, fraction: float) -> Tensor:
         return torch.dot(part, part)  # faster than norm(), and more exact: its sum has fewer terms a lane
 
     return torch.stack(in_threads(square, pairs(mean, other))).sum().sqrt()
-
-
-def pieces(parameters: Tensor) -> list[Parameter]:
-    """Cuts a flat vector into parts, for an optimizer that computes each element by itself. On a CPU, stepping one part
-    after the other keeps the part in the cache; a step of the whole vector reads memory in each of its operations."""
-    return [Parameter(part) for part in cut(parameters)]

@@ -9,7 +9,7 @@ from fairseq.optim.lr_scheduler import LR_SCHEDULER_REGISTRY, FairseqLRScheduler
 from torch import Tensor
 from torch.nn import Parameter
 
-from fairseq_async.algorithms.hybrid import pieces
+from fairseq_async.algorithms.pieces import pieces
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.compat.muon import divide_for_muon

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairseq_async.algorithms import HybridAccumulation, Update
-from fairseq_async.algorithms.hybrid import pieces
+from fairseq_async.algorithms.pieces import pieces
 
 
 def update(delta: list[float] | Tensor, weight: float = 1.0, worker: int = 0, sequence: int = 0) -> Update:

@@ -11,8 +11,8 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer
 
 from fairseq_async.algorithms import HybridAccumulation, Update
-from fairseq_async.algorithms.hybrid import pieces
 from fairseq_async.algorithms.missing import HiddenGradients, clear, elements_of, missing_here, missing_of, tensors_of
+from fairseq_async.algorithms.pieces import Pieces, pieces
 from fairseq_async.algorithms.threads import PIECE, forget_threads, set_threads
 
 SIZES = [PIECE + 3, 5, 0, 7, 2 * PIECE, 11]  # of 6 tensors; a step takes them in pieces that go over their bounds
@@ -45,7 +45,8 @@ def accumulation_of_whole(flat: Tensor, make: Callable[[Any], Optimizer]) -> Hyb
     """As on a GPU, where the optimizer steps the whole vector."""
     views = [Parameter(view) for view in flat.split(SIZES)]
     rule = HybridAccumulation(make([Parameter(flat)]), 1, tensors=views, elementwise=True)
-    rule._hidden = HiddenGradients(rule.optimizer, views, PIECE)
+    rule._pieces = Pieces(rule.optimizer, PIECE)
+    rule._hidden = HiddenGradients(rule._pieces, views)
     return rule
 
 

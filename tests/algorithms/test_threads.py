@@ -8,7 +8,7 @@ import torch
 from torch.nn import Parameter
 
 from fairseq_async.algorithms import HybridAccumulation, Update
-from fairseq_async.algorithms.hybrid import pieces
+from fairseq_async.algorithms.pieces import pieces
 from fairseq_async.algorithms.threads import PIECE, copy_in_threads, in_threads, set_threads, step_in_threads
 
 SIZE = 5 * PIECE + 17  # no multiple of a piece, nor of the number of threads

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms import HybridAccumulation, Update
-from fairseq_async.algorithms.hybrid import pieces
+from fairseq_async.algorithms.pieces import pieces
 from fairseq_async.algorithms.threads import PIECE
 from fairseq_async.exchange.gpu_memory import IPC
 from fairseq_async.protocol import Layout, Push, Report

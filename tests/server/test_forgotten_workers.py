@@ -342,7 +342,7 @@ NOT_KEPT = {  # what another object begins anew with, or finds out
     Upstream: {"joined", "_sent_at", "coordinator"},
     AdaScaleRule: {"accumulation", "learning_rate", "rate"},
     # the parameters, which the server's state has, and how the run before made its rounds
-    HybridAccumulation: {"_hidden", "_tensors", "_has_gradients", "_left"},
+    HybridAccumulation: {"_hidden", "_pieces", "_tensors", "_has_gradients", "_left"},
 }
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from fairseq_async.algorithms.hybrid import pieces
 from fairseq_async.algorithms.muon import Muon, MuonAdamW
+from fairseq_async.algorithms.pieces import pieces
 from fairseq_async.environment import PLUGINS
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method.methods import plugin_modules
