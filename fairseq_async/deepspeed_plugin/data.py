@@ -10,8 +10,9 @@ from typing import NoReturn, TypeAlias
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.data import Dataset, default_collate
 
-from fairseq_async.deepspeed_plugin.loading import BatchReader, Loading
+from fairseq_async.deepspeed_plugin.loading import Loading
 from fairseq_async.errors import ConfigurationError, fail
+from fairseq_async.worker.batch_reader import BatchReader
 from fairseq_async.worker.shards import BatchCounter, BatchKey, DataPosition, ShardOrder, shard_sizes
 
 _AHEAD = 16  # batches that a loop may draw before it uses them
@@ -75,7 +76,8 @@ class ShardedLoader:
         self.join, self.endless = join, endless
         self._pass: int | None = None  # of the present loop, where the server deals batches
         self._counter = BatchCounter(share.micro_batches, share.workers)
-        self._reader, self._drop_last = BatchReader(batches, loading, self._counter.following), loading.drop_last
+        self._reader = BatchReader(batches, loading.num_workers, loading.pin_memory, self._counter.following)
+        self._drop_last = loading.drop_last
 
     def __len__(self) -> int:
         """Number of batches in this worker's part of one pass over the data set, as in DeepSpeed's own loader."""

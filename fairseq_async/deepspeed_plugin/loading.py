@@ -1,14 +1,9 @@
-"""Reads batches, which loader processes make ahead if the configuration asks for them."""
+"""How DeepSpeed's configuration has the training data read."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
-
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.worker.shards import BatchKey
 
 _KEYS = '"data_efficiency": "data_sampling"'
 
@@ -50,62 +45,3 @@ def loading_of(config: dict[str, Any], name: str) -> Loading:
     if not isinstance(pin, bool):
         raise ConfigurationError(f'{name}: {_KEYS}: "pin_memory" is {pin!r}: give true or false')
     return Loading(workers, pin, config.get("dataloader_drop_last") is True)
-
-
-class BatchReader:
-    """Reads batches by their keys; loader processes make the following batches meanwhile.
-
-    When the server gives others, as of another shard, the batches that were made ahead are thrown away: as many as the
-    processes hold, at most ``2 * num_workers``.
-
-    Args:
-        batches: a data set whose indices are keys, and whose samples are a key and its batch. Each process has a copy.
-        loading: the number of processes, and whether batches are in pinned memory.
-        following: returns the key that is expected after another.
-    """
-
-    def __init__(
-        self,
-        batches: Dataset[tuple[BatchKey, object]],
-        loading: Loading,
-        following: Callable[[BatchKey], BatchKey],
-    ) -> None:
-        self._keys, self._following = _KeysAhead(following), following
-        self._loader = DataLoader(
-            batches,
-            batch_size=None,  # a sample is a whole batch
-            sampler=self._keys,
-            num_workers=loading.num_workers,
-            pin_memory=loading.pin_memory and torch.cuda.is_available(),
-            collate_fn=_unchanged,
-            generator=torch.Generator(),  # it seeds the processes; torch's own would move the model's dropout on
-        )
-        self._batches: Iterator[tuple[BatchKey, object]] | None = None
-        self._expected: BatchKey | None = None
-
-    def read(self, key: BatchKey) -> object:
-        """Returns the batch of this key."""
-        if key != self._expected:
-            self._keys.following = key
-        if self._batches is None:
-            self._batches = iter(self._loader)
-        self._expected = self._following(key)
-        return next(batch for made, batch in self._batches if tuple(made) == key)  # pinning makes a list of a tuple
-
-
-class _KeysAhead(Sampler[BatchKey]):
-    """Yields the keys that are expected next, without end."""
-
-    def __init__(self, after: Callable[[BatchKey], BatchKey]) -> None:
-        self.following, self._after = (0, 0), after
-
-    def __iter__(self) -> Iterator[BatchKey]:
-        while True:
-            key = self.following
-            self.following = self._after(key)
-            yield key
-
-
-def _unchanged(sample: object) -> object:
-    """Returns the sample as it is, in place of torch's default ``collate_fn``, which would make tensors of arrays."""
-    return sample

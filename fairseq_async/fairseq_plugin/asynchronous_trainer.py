@@ -119,10 +119,15 @@ class AsynchronousTrainer(Trainer, ABC):
                 remade = batches_of_first_epoch(self.task, self.cfg, partial(make, 1, load_dataset=False))
                 self._iterator = self._iterator if remade is None else remade
         self._check_batches(self.session.context.ranks)
+        self._iterator = self._in_order(self._iterator)
         if self._position:
             self._iterator.load_state_dict(self._position)
             self._position = None
         return self._iterator
+
+    def _in_order(self, iterator: FairseqObject) -> FairseqObject:
+        """Returns an iterator over the same data in the order of the method."""
+        return iterator
 
     def _check_batches(self, ranks: int) -> None:
         task, max_epoch = self.cfg.task._name, self.session.spec.max_epoch

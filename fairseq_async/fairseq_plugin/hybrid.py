@@ -11,6 +11,7 @@ from fairseq.utils import set_torch_seed
 from torch import Tensor
 
 from fairseq_async.fairseq_plugin.asynchronous_trainer import SEED_SPACING, AsynchronousTrainer
+from fairseq_async.fairseq_plugin.compat.dealt import DEALT, DealtEpochs, can_be_dealt
 from fairseq_async.fairseq_plugin.compat.precision import loss_scaler
 from fairseq_async.fairseq_plugin.compat.types import FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates, RemoteSchedule
@@ -31,6 +32,7 @@ class HybridTrainer(AsynchronousTrainer):
     """
 
     _server_state: StateDict | None = None  # the state that was validated or saved, until the next step
+    _own_part = False  # whether the run goes on from one in which each worker had its part of the data
     _group: Sequence[FairseqObject] = ()  # of the step's batches, where their number changes, those that were drawn
 
     @property
@@ -69,14 +71,27 @@ class HybridTrainer(AsynchronousTrainer):
             welcome = self.loop.bring(self.optimizer.restored, self.session.run_dir, extra_state is not None)
         self.optimizer.start_from(welcome)
         self.set_num_updates(self._updates)
+        keeps = not (checkpoint.reset_dataloader or filename == checkpoint.finetune_from_model)
+        position = welcome.position or (extra_state or {}).get("train_iterator") if keeps else welcome.position
+        self._own_part = position is not None and DEALT not in position
         return self.resume_data(extra_state, welcome.position)
 
     def get_train_iterator(self, epoch: int, *args: object, **kwargs: object) -> FairseqObject:
-        """Returns fairseq's iterator over this worker's part, of which no sentence is left out for a cut batch."""
+        """Returns fairseq's iterator over this worker's part, of which no sentence is left out for a cut batch; or
+        epochs of the batches that the server deals."""
+        if isinstance(self._iterator, DealtEpochs):
+            return self._iterator
         try:
             return super().get_train_iterator(epoch, *args, **kwargs)
         finally:  # fairseq fails where no sentence is left
             check_cut(self.session.arguments, self.cfg, self.task.datasets.get(self.cfg.dataset.train_subset))
+
+    def _in_order(self, iterator: FairseqObject) -> FairseqObject:
+        cached = self.task.dataset_to_epoch_iter.get(self.task.dataset(self.cfg.dataset.train_subset)) is iterator
+        if self.worker.first_micro_batch is None or self._own_part or not can_be_dealt(iterator, cached):
+            return iterator
+        workers, average = self.session.context.workers, self.session.spec.micro_batches
+        return DealtEpochs(iterator, self.worker, workers, average, self.cfg.dataset.curriculum)
 
     # One step, in the order of fairseq's train_step: _set_seed, _prepare_sample for each batch, clip_grad_norm, the
     # optimizer's step, set_num_updates, _reduce_and_log_stats

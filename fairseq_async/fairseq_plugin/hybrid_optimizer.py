@@ -279,6 +279,7 @@ class HybridAsync(FairseqOptimizer):
             self.restored["server"]["rule"]["schedule"] = None
         if self.restored is not None and positions:
             self.restored |= {"positions": {}, "plan": {"epochs": 0.0}}
+            self.restored.get("shares", {}).pop("dealer", None)
 
     def state_dict(self) -> StateDict:
         """Returns the state that only this worker holds; the trainer adds what it has fetched from the server."""

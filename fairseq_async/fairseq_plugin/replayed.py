@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from fairseq import tasks, utils
-from fairseq.data import iterators
 from torch import Tensor
 
 import fairseq_async.fairseq_plugin  # noqa: F401  registers the optimizers
@@ -20,6 +19,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import server
 from fairseq_async.fairseq_plugin.asynchronous_trainer import AsynchronousTrainer
 from fairseq_async.fairseq_plugin.command_line import read_command
+from fairseq_async.fairseq_plugin.compat.dealt import grouped
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.flags import cut_batches
 from fairseq_async.fairseq_plugin.registry import METHODS
@@ -125,6 +125,7 @@ def _assignment(following: Event) -> Assignment:
         progress=following.progress or 0.0,
         progress_per_step=1.0 if following.progress_per_step is None else following.progress_per_step,
         micro_batches=following.micro_batches or 0,
+        first_micro_batch=following.offset if following.micro_batches else None,
     )
 
 
@@ -192,9 +193,7 @@ class ReplayedWorker:
             frequencies = cfg.optimization.update_freq
             frequency = frequencies[min(epochs.epoch, len(frequencies)) - 1]
             self.trainer.begin_epoch(epochs.epoch)
-            yield from iterators.GroupedIterator(
-                batches, frequency, skip_remainder_batch=cfg.optimization.skip_remainder_batch
-            )
+            yield from grouped(batches, frequency, cfg.optimization.skip_remainder_batch)
             self.trainer.lr_step(epochs.epoch, None)
             sharded = self.task.has_sharded_data("train")
             epochs = self.trainer.get_train_iterator(epochs.next_epoch_idx, load_dataset=sharded)

@@ -21,6 +21,7 @@ from fairseq_async.fairseq_plugin.compat.checkpoints import (
     load_on_every_rank,
     plain_config,
 )
+from fairseq_async.fairseq_plugin.compat.dealt import with_dealt
 from fairseq_async.fairseq_plugin.compat.precision import convert_without_tpu
 from fairseq_async.fairseq_plugin.compat.shutdown import leave_process_group
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
@@ -69,6 +70,9 @@ class Main:
 
     def __call__(self, cfg: FairseqConfig, **kwargs: object) -> None:
         fairseqs_trainer, fairseqs_stats = self.module.Trainer, self.module.get_valid_stats
+        fairseqs_iterators = getattr(self.module, "iterators", None)  # none in a training script of the user's own
+        if fairseqs_iterators is not None:
+            self.module.iterators = with_dealt(fairseqs_iterators)  # type: ignore[attr-defined]
         self.module.get_valid_stats = partial(note_validation, fairseqs_stats)  # type: ignore[attr-defined]
         try:
             _check_trainer(fairseqs_trainer, cfg)
@@ -87,6 +91,8 @@ class Main:
         finally:
             self.module.Trainer = fairseqs_trainer  # type: ignore[attr-defined]
             self.module.get_valid_stats = fairseqs_stats  # type: ignore[attr-defined]
+            if fairseqs_iterators is not None:
+                self.module.iterators = fairseqs_iterators  # type: ignore[attr-defined]
 
 
 def _check_trainer(found: type, cfg: FairseqConfig) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from fairseq import checkpoint_utils
+from fairseq.data import iterators
 from fairseq.trainer import Trainer
 
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin import session
+from fairseq_async.fairseq_plugin.compat.dealt import grouped
 from fairseq_async.fairseq_plugin.registry import METHODS, SynchronousMethod
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.worker.start.server_process import ServerProcess
@@ -54,6 +56,15 @@ def test_main_finds_the_methods_trainer_and_afterwards_fairseqs_is_back(cfg: Nam
     module = command_module(lambda module, cfg: found.append(module.Trainer))
     module.main(cfg)
     assert found == [OurTrainer] and module.Trainer is Trainer
+
+
+def test_main_groups_the_batches_that_are_dealt_and_afterwards_fairseqs_iterators_are_back(cfg: Namespace) -> None:
+    found = []
+    module = command_module(lambda module, cfg: found.append(module.iterators))
+    module.iterators = iterators  # type: ignore[attr-defined]
+    module.main(cfg)
+    assert found[0].GroupedIterator is grouped and found[0].CountingIterator is iterators.CountingIterator
+    assert module.iterators is iterators
 
 
 def test_a_module_is_wrapped_once(cfg: Namespace) -> None:

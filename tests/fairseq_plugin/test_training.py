@@ -1,13 +1,15 @@
 """Real ``fairseq-train`` processes: equal to what is known, then learning, stopping, going on."""
 
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fairseq.data.iterators import GroupedIterator
+from fairseq.trainer import Trainer
 from torch import Tensor
 
 from fairseq_async.fairseq_plugin.replayed import FairseqRun
@@ -173,11 +175,17 @@ def test_half_precision_models_have_fp32_masters_in_the_server(alone: Alone, tmp
         assert masters.dtype == torch.float32 and not torch.equal(masters, masters.half().float())
 
 
-def drawn_by(run: FairseqRun, worker: int) -> Iterator[Any]:
-    """The batches of a worker's part, one by one, without those that fill up an epoch."""
-    own = run.workers[worker].trainer.get_train_iterator(1)
-    while True:
-        yield from filter(len, own.next_epoch_itr())
+def synchronous_order(run: FairseqRun, workers: int, micro_batches: int) -> list[Any]:
+    """The batches of a synchronous run's first steps, in the order of its ranks; an empty one where a rank has none."""
+    order = []
+    parts = [Trainer.get_train_iterator(run.workers[each].trainer, 1) for each in range(workers)]
+    for each, part in enumerate(parts):
+        part.num_shards, part.shard_id = workers, each
+    for _ in range(4):
+        passes = [GroupedIterator(part.next_epoch_itr(), micro_batches) for part in parts]
+        for step in zip(*passes, strict=True):
+            order += [batch for group in step for batch in [*group, *[{}] * (micro_batches - len(group))]]
+    return order
 
 
 def in_float64(run_dir: Path, recording: Recording) -> Tensor:
@@ -188,15 +196,16 @@ def in_float64(run_dir: Path, recording: Recording) -> Tensor:
     model, parameters = trainer.model.double().train(), [parameter for _, parameter in named]
     torch.nn.utils.vector_to_parameters(recording.start["server"]["parameters"].double(), parameters)
     optimizer = torch.optim.SGD(parameters, lr=0.5)
-    batches = {worker: drawn_by(run, worker) for worker in run.workers}
+    order = iter(synchronous_order(run, 2, 4))
     for step in recording.rounds():
         tokens = 0
         optimizer.zero_grad()
-        for event in step:
-            while event.weight > 0:  # tokens: its batches add up to it
-                loss, size, _ = criterion(model, next(batches[event.worker]))
-                loss.backward()
-                tokens, event = tokens + size, replace(event, weight=event.weight - size)
+        assert sum(event.micro_batches or 0 for event in step) == 8
+        for batch in filter(len, islice(order, 8)):
+            loss, size, _ = criterion(model, batch)
+            loss.backward()
+            tokens += size
+        assert tokens == sum(event.weight for event in step)
         for parameter in parameters:
             assert parameter.grad is not None
             parameter.grad /= tokens
@@ -207,7 +216,7 @@ def in_float64(run_dir: Path, recording: Recording) -> Tensor:
 def test_shares_by_speed_are_a_synchronous_run_of_the_same_batches(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three passes over the data, of which the fast worker is in later ones before the other."""
+    """Three passes over the data, of whose last steps the workers have fewer batches."""
     monkeypatch.chdir(tmp_path)
     flags = ["--barrier", "--shares", "auto", "--micro-batches", 2, "--update-freq", 2, "--max-tokens", 100]  # 4 of 50
     flags += ["--max-epoch", 3, "--record"]
@@ -227,16 +236,46 @@ def test_shares_by_speed_are_a_synchronous_run_of_the_same_batches(
     torch.testing.assert_close(repeated.parameters.double(), in_float64(tmp_path / "run", recording), rtol=0, atol=1e-6)
 
 
-def test_shares_by_speed_go_on_with_the_next_batch_of_each_worker(launch: Launch, tmp_path: Path) -> None:
-    """The first part stops in the midst of an epoch, in which the workers are not at the same place."""
+def test_shares_by_speed_go_on_with_the_batches_that_follow(launch: Launch, tmp_path: Path) -> None:
+    """The first part stops in the midst of a pass."""
     flags = ["--barrier", "--shares", "auto", "--update-freq", 4, "--max-tokens", 50]
-    for end in (["--max-update", 8], ["--max-epoch", 2]):
+    for end in (["--max-update", 4], ["--max-epoch", 2]):
         code, output = launch(2, tmp_path, *flags, *end, launcher=["--slowdown", "1,9"])
         assert code == 0, output
-    before = [(1, 0), (1, 0)]
+    work = sorted((event["offset"], event["micro_batches"]) for event in events(tmp_path))
+    assert [first for first, _ in work] == [0, *accumulate(number for _, number in work)][:-1]
+    assert {number for _, number in work} > {4}
+    of_a_pass = sum(work[-1]) // 2
+    assert of_a_pass % 8 == 0 and of_a_pass > 5 * 8
     for event in events(tmp_path):
-        worker, (epoch, at) = event["worker"], before[event["worker"]]
-        now = event["position"]["epoch"], event["position"]["iterations_in_epoch"]
-        assert now == (epoch, at + event["micro_batches"]) or now == (epoch + 1, 0)
-        before[worker] = now
-    assert before[0] > before[1] and sum(event["epochs"] for event in events(tmp_path)) >= 2 - 1e-6
+        assert event["position"]["epoch"] == 1 + event["offset"] // of_a_pass
+    assert sum(event["epochs"] for event in events(tmp_path)) == pytest.approx(2)
+    assert (tmp_path / "checkpoint1.pt").exists() and (tmp_path / "checkpoint2.pt").exists()
+
+
+def test_before_speeds_are_known_shares_change_no_bit(launch: Launch, tmp_path: Path) -> None:
+    """Of 25 batches worker 0 has 13 and worker 1 has 12: the third step, at the end of the pass, is shorter."""
+    for shares in ("auto", "equal"):
+        flags = ["--barrier", "--shares", shares, "--update-freq", 5, "--max-epoch", 1]
+        code, output = launch(2, tmp_path / shares, *flags)
+        assert code == 0 and len(events(tmp_path / shares)) == 6, output
+        assert "validation at update 3" in output
+    differences = relative_differences(tmp_path / "auto/checkpoint1.pt", tmp_path / "equal/checkpoint1.pt")
+    assert set(differences.values()) == {0.0}
+
+
+def test_shares_go_on_with_the_parts_of_a_run_without_them_unless_the_data_is_reset(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """Each worker has 12 or 13 batches, and two in a step."""
+    equal, auto = ["--shares", "equal"], ["--shares", "auto"]
+    parts = [equal, 3], [auto, 5], [[*auto, "--reset-dataloader"], 7]
+    last = []
+    for flags, updates in parts:
+        code, output = launch(2, tmp_path, "--barrier", "--update-freq", 2, *flags, "--max-update", updates)
+        assert code == 0, output
+        last.append(events(tmp_path)[-2:])
+    before, own_part, anew = last
+    assert {event["position"]["iterations_in_epoch"] for event in before} == {3 * 2}
+    assert {event["position"]["iterations_in_epoch"] for event in own_part} == {5 * 2}
+    assert sorted(event["offset"] for event in anew) == [4, 6]
