@@ -63,7 +63,8 @@ def train(out: Path, workers: int, section: dict[str, Any], *flags: str, **other
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """A run of local SGD with two workers: its folder, and what each has left."""
     out = tmp_path_factory.mktemp("trainer")
-    return out, train(out, 2, {"outer": "diloco", "local_steps": 6})  # whose workers wait: the steps are known
+    section = {"outer": "diloco", "local_steps": 6, "total_steps": "auto"}  # whose workers wait: the steps are known
+    return out, train(out, 2, section)
 
 
 def test_the_run_has_the_trainers_steps_and_auto_values(two: tuple[Path, list[dict[str, Any]]]) -> None:
