@@ -74,6 +74,7 @@ def test_a_run_waits_for_the_server_before_that_is_still_in_a_long_step(tmp_path
 
 
 def test_the_run_ends_for_all_at_the_last_version_and_the_server_with_the_last_worker(process: ServerProcess) -> None:
+    assert process._standby is None, "which is not started again"
     first, second = join(process, 0, last_version=1), join(process, 1, last_version=1)
     assert push(first, 0, 0.5).finished
     answer = push(second, 0, 0.5)

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -212,3 +213,21 @@ def test_a_standby_that_dies_again_and_again_is_started_ever_more_rarely() -> No
     server._standby, server.process = SimpleNamespace(is_gone=True), SimpleNamespace(wait=lambda: 7)
     server._spawn = lambda *given: (None, os.open(os.devnull, os.O_RDONLY))
     assert server._wait() == 7 and [pause / pauses[0] for pause in pauses[:4]] == [1, 2, 4, 8]
+
+
+def test_a_server_that_cannot_be_started_again_is_tried_ever_more_rarely_and_not_for_ever(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server: Any = ServerProcess.__new__(ServerProcess)
+    pauses, closed = list[float](), list[bool]()
+    server.restarts, server.over = 20, threading.Event()
+    server._wait = lambda: 7
+    server._recover = MagicMock(side_effect=OSError("no memory"))
+    server._end_standby = lambda: None
+    server._stopping = SimpleNamespace(is_set=lambda: False, wait=pauses.append)
+    server._listener = SimpleNamespace(close=lambda: closed.append(True))
+    server._supervise()
+    assert pauses == [1, 2, 3, 4, 5] and server.restarts == 14
+    assert server.poll() == 7 and server.over.is_set() and closed, "no worker waits for it any more"
+    said = capsys.readouterr().err
+    assert said.count("cannot be started again yet: no memory") == 5 and said.count("started again: no memory") == 1
