@@ -55,7 +55,7 @@ Wanted = tuple[Method, str, int, float]
 
 
 class OwnParts(SharedModel):
-    """Each worker draws from a part of its own, anew in each pass, as in fairseq and the Trainer, not what the server
+    """Each worker draws from a part of its own, anew in each pass, as in the Trainer, not what the server
     deals: a fast worker trains more passes."""
 
     @cached_property
