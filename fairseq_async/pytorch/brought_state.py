@@ -18,7 +18,7 @@ from fairseq_async.errors import ConfigurationError, fail
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.pytorch.parameters import crc_of
-from fairseq_async.server.coordinator import build_coordinator
+from fairseq_async.server.build import build_coordinator
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.optimizers.several import SeveralOptimizers
 from fairseq_async.server.plan import Build

@@ -25,8 +25,8 @@ from fairseq_async.records.recording import START, checksum, load_recorded, merg
 from fairseq_async.reporting import GIVE_A_RUN
 from fairseq_async.server import Parameters
 from fairseq_async.server import compressed_starts as starts
+from fairseq_async.server.build import build_coordinator
 from fairseq_async.server.compressed_changes import CompressedChanges
-from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.plan import Plan
 from fairseq_async.server.rounds.waiting import OPEN

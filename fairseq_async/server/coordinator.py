@@ -4,23 +4,19 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from fairseq_async.algorithms import NormGate, Region, Rule, StalenessPolicy, Update
+from fairseq_async.algorithms import Region, Update
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError
-from fairseq_async.method.spec import JsonObject, MethodSpec
+from fairseq_async.method.spec import JsonObject
 from fairseq_async.protocol import SETTLED, Receipt, Report, ScheduleEvent, Status
 from fairseq_async.records.events import ControlEvent, Settled
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Instruction, Outcome
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.plan import Plan
-from fairseq_async.server.rounds.grace import GracePeriod, Quorum
 from fairseq_async.server.rounds.look_ahead import NOTHING_MEASURED, LookAhead
-from fairseq_async.server.rounds.near_arrivals import NearArrivals
 from fairseq_async.server.rounds.shares import Shares
-from fairseq_async.server.rounds.waiting import OPEN, Waiting
-from fairseq_async.server.shards.divided_server import DividedServer
-from fairseq_async.server.shards.rule import ShardedRule
+from fairseq_async.server.rounds.waiting import Waiting
 
 _MOST_EVENTS = 64  # control events between two updates; they are all kept until the next update, as a replay needs them
 
@@ -368,33 +364,3 @@ class Coordinator:
         self._answered, self._merged = dict(state.get("answered", {})), list(state.get("merged", []))
         self._ended = bool(state.get("ended"))
         self.finished = self._ended or self.server.finished or self.plan.finished
-
-
-def build_server(spec: MethodSpec, rule: Rule, parameters: Tensor) -> ParameterServer:
-    """Builds the parameter server of a method; ``parameters`` (flat) change in place."""
-    divided = isinstance(rule, ShardedRule) and rule.elsewhere
-    return (DividedServer if divided else ParameterServer)(
-        parameters,
-        rule,
-        holds=spec.barrier > 0,
-        last_version=spec.last_version,
-        staleness=StalenessPolicy(spec.staleness_power, spec.staleness_limit, spec.delay_compensation),
-        gate=NormGate(spec.server.max_update_norm_ratio),
-        keeps_last_step=spec.look_ahead != 0.0,
-        counts_in_rounds=spec.counts_in_rounds,
-    )
-
-
-def build_coordinator(
-    spec: MethodSpec, rule: Rule, plan: Plan, parameters: Tensor, membership: Membership
-) -> Coordinator:
-    """Builds the coordinator of a method, as the server process, the simulator and the replay use it."""
-    membership.waits_for_dead = spec.waits_for_dead
-    server = build_server(spec, rule, parameters)
-    waiting: Waiting = GracePeriod(spec.grace_period, plan, spec.barrier or OPEN)
-    if spec.closes_early:
-        waiting = NearArrivals(spec.grace_share, spec.grace_period, spec.micro_batches > 0)
-    elif spec.quorum:
-        waiting = Quorum(spec.quorum, spec.grace_period or 0.0, plan)
-    shares = Shares(spec.micro_batches, membership.announced)
-    return Coordinator(server, plan, membership, waiting, LookAhead(spec.look_ahead), shares)

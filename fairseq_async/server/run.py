@@ -1,7 +1,7 @@
 """A run in the server process: its model and method and, once it has parameters, its coordinator and its log."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -10,22 +10,23 @@ from torch import Tensor
 from fairseq_async.algorithms import Update
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError, option
-from fairseq_async.method.spec import MethodSpec
+from fairseq_async.method.spec import JsonObject, MethodSpec
 from fairseq_async.protocol import Hello, Push, PushReply, StateSaved, Welcome, WorkReply
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.protocol.notices import Tell, tell_log
 from fairseq_async.protocol.receipt import SETTLED
 from fairseq_async.protocol.sketches import different
 from fairseq_async.records.event_log import EventLog
-from fairseq_async.records.events import Settled
-from fairseq_async.records.recording import update_path
-from fairseq_async.records.state_files import moved, restored_path, saved_path, write_state
-from fairseq_async.server.coordinator import Coordinator, build_coordinator
+from fairseq_async.records.events import ControlEvent, Settled
+from fairseq_async.records.recording import START, update_path
+from fairseq_async.records.state_files import moved, private, restored_path, saved_path, write_state
+from fairseq_async.server.build import build_coordinator
+from fairseq_async.server.coordinator import Coordinator
 from fairseq_async.server.first_batches import FirstBatches
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Instruction
+from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.plan import Build
-from fairseq_async.server.recorder import Recorder
 from fairseq_async.server.shards.build import build_sharded, shared_copy
 from fairseq_async.server.shards.remote import HostConnector, connect_hosts
 from fairseq_async.server.slots import Slots
@@ -312,3 +313,35 @@ def inner_optimizer(spec: MethodSpec) -> str | None:
     """Returns the name of the optimizer that steps in the server; None where the framework names none."""
     inner = spec.framework.get("inner_optimizer")
     return str(inner["_name"]) if isinstance(inner, dict) and "_name" in inner else None
+
+
+class Recorder:
+    """Writes the server's first state, and adds to events the fields that a replay needs besides: checksums, control
+    events.
+
+    Args:
+        resumed: whether the first state is a checkpoint's or a snapshot's.
+    """
+
+    def __init__(self, run_dir: Path, server: ParameterServer, resumed: bool) -> None:
+        self._server, self._version = server, server.version
+        state = {"server": server.state_dict(), "resumed": resumed, "threads": torch.get_num_threads()}
+        with open(run_dir / START, "wb", opener=private) as file:
+            torch.save(state, file)
+
+    def of(self, settled: Settled) -> JsonObject:
+        """Returns the fields for this update's event. Of updates that were applied together, the checksum is of the
+        parameters after the last."""
+        added: JsonObject = {}
+        if settled.receipt.status not in SETTLED:  # a replay does not read these lines
+            return added
+        if settled.control_events:
+            added["control_events"] = [_described(event) for event in settled.control_events]
+        if settled.receipt.version == self._server.version != self._version:
+            self._version = settled.receipt.version
+            added["checksum"] = self._server.checksum()
+        return added
+
+
+def _described(event: ControlEvent) -> JsonObject:
+    return {key: value for key, value in asdict(event).items() if value is not None}

@@ -12,7 +12,7 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.method.global_server import GlobalServer
 from fairseq_async.method.spec import JsonObject, MethodSpec, local_sgd_spec
 from fairseq_async.protocol import Receipt, Report, Status
-from fairseq_async.server.coordinator import build_server
+from fairseq_async.server.build import build_server
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.simulation.cluster import Cluster
 from fairseq_async.simulation.experiment import Experiment, Method

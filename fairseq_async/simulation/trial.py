@@ -14,8 +14,8 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.method.spec import JsonObject
 from fairseq_async.protocol import Assignment, Receipt, Report
 from fairseq_async.protocol.receipt import SETTLED
+from fairseq_async.server.build import build_coordinator
 from fairseq_async.server.compressed_starts import checksum, compressed_starts
-from fairseq_async.server.coordinator import build_coordinator
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Instruction, Outcome

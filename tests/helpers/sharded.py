@@ -25,7 +25,7 @@ from fairseq_async.options.config import HybridOptions, LocalSGDOptions, ServerO
 from fairseq_async.protocol import Layout, PullReply
 from fairseq_async.protocol.client_connection import Endpoint
 from fairseq_async.protocol.division import exchanged, local_part
-from fairseq_async.server.coordinator import build_server
+from fairseq_async.server.build import build_server
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.plan import Build

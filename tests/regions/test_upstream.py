@@ -22,7 +22,8 @@ from fairseq_async.regions.global_main import GlobalService
 from fairseq_async.regions.regional_main import RegionalService
 from fairseq_async.regions.upstream import GlobalParameters, RegionLost, Upstream
 from fairseq_async.regions.upstream_link import UpstreamLink
-from fairseq_async.server.coordinator import Coordinator, build_coordinator
+from fairseq_async.server.build import build_coordinator
+from fairseq_async.server.coordinator import Coordinator
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.server.service import Service

@@ -15,11 +15,11 @@ from fairseq_async.protocol import Layout, Receipt, Report, Segment, Status
 from fairseq_async.records.event_log import EventLog
 from fairseq_async.records.events import Event, Settled
 from fairseq_async.replay.replay import Recording, Replay, _pulls_early, _recorded_report
-from fairseq_async.server.coordinator import build_coordinator
+from fairseq_async.server.build import build_coordinator
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.plan import EpochPlan, Plan
-from fairseq_async.server.recorder import Recorder
+from fairseq_async.server.run import Recorder
 from scripts.faults.sgd_server import Constant, sgd_spec
 from tests.helpers.replayed import HalvingRun, HalvingWorker
 from tests.helpers.run_files import events

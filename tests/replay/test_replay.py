@@ -27,7 +27,7 @@ from fairseq_async.records.event_log import EventLog
 from fairseq_async.records.events import Settled
 from fairseq_async.replay.replay import DifferenceError, Recording, Replay, quiet
 from fairseq_async.server import ParameterServer
-from fairseq_async.server.recorder import Recorder
+from fairseq_async.server.run import Recorder
 from scripts.faults.sgd_server import build, sgd_spec
 from tests.helpers.commands import MODEL, Processes, command
 from tests.helpers.replayed import HalvingRun, HalvingWorker

@@ -14,7 +14,8 @@ from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, Regio
 from fairseq_async.errors import RefusedError
 from fairseq_async.protocol import Report, ScheduleEvent, Status
 from fairseq_async.records.events import ControlEvent
-from fairseq_async.server.coordinator import Coordinator, build_coordinator
+from fairseq_async.server.build import build_coordinator
+from fairseq_async.server.coordinator import Coordinator
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Outcome

@@ -37,9 +37,10 @@ from fairseq_async.protocol import Receipt, Report, ScheduleEvent, Status
 from fairseq_async.records.events import Settled
 from fairseq_async.regions.upstream import GlobalParameters, Upstream
 from fairseq_async.server import ParameterServer
+from fairseq_async.server.build import build_coordinator
 from fairseq_async.server.compressed_changes import CompressedChanges
 from fairseq_async.server.compressed_starts import CompressedFragments, CompressedStarts
-from fairseq_async.server.coordinator import Coordinator, build_coordinator
+from fairseq_async.server.coordinator import Coordinator
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.plan import EpochPlan

@@ -12,7 +12,7 @@ from fairseq_async.method.spec import MethodSpec, ServerSettings, local_sgd_spec
 from fairseq_async.options.config import DelayedNesterovOptions, LocalSGDOptions
 from fairseq_async.protocol import Hello, Initialise, Layout, Push, PushReply, Report, Welcome
 from fairseq_async.protocol.receipt import Status
-from fairseq_async.server.coordinator import build_coordinator
+from fairseq_async.server.build import build_coordinator
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Outcome

@@ -5,7 +5,7 @@ import torch
 
 from fairseq_async.algorithms import HybridAccumulation
 from fairseq_async.protocol.receipt import Status
-from fairseq_async.server.coordinator import build_coordinator
+from fairseq_async.server.build import build_coordinator
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.plan import EpochPlan
 from fairseq_async.server.rounds.near_arrivals import NearArrivals
