@@ -40,6 +40,7 @@ from fairseq_async.method.spec import MethodSpec  # noqa: E402
 from fairseq_async.protocol import Layout  # noqa: E402
 from fairseq_async.reporting.audit import audit  # noqa: E402
 from fairseq_async.worker.connection.client import Client  # noqa: E402
+from fairseq_async.worker.connection.lasting_connection import LastingConnection  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from recipes.multi30k_en_de.presets import PRESETS, Size  # noqa: E402
 from recipes.steps import environment  # noqa: E402
@@ -267,7 +268,7 @@ class Run:
         """Joins as one more worker, and compares the published parameters with those that the server sends."""
         try:
             layout, spec = self._description()
-            client = Client(self.server.address, self.server.token, None)
+            client = Client(LastingConnection(self.server.address, self.server.token, None))
             client.join(layout, spec)
             mine = torch.empty(layout.size)
             for _ in range(20):
@@ -285,7 +286,7 @@ class Run:
         self._send(0, signal.SIGCONT)  # worker 0 may be in a pause of the schedule
         self._send(1, signal.SIGSTOP)
         layout, spec = self._description()
-        client = Client(self.server.address, self.server.token, None, patience=_LONGEST_END)
+        client = Client(LastingConnection(self.server.address, self.server.token, None, patience=_LONGEST_END))
         client.join(layout, spec)
         began = time.monotonic()
         client.leave(finished=True)

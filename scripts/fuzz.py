@@ -18,6 +18,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fairseq_async.worker.connection.client import Client  # noqa: E402
+from fairseq_async.worker.connection.lasting_connection import LastingConnection  # noqa: E402
 from scripts.faults.adder import Adder  # noqa: E402
 from scripts.faults.fuzzer import Fuzzer, read_corpus, write_corpus  # noqa: E402
 from scripts.faults.thread_server import ThreadServer  # noqa: E402
@@ -38,7 +39,7 @@ def main(
     with tempfile.TemporaryDirectory() as directory, open(Path(directory) / "refusals.log", "w") as refusals:
         sys.stderr = refusals  # for the server, which is in a thread
         server = ThreadServer(2, Path(directory), "127.0.0.2")
-        adder = Adder(Client(server.address, server.token, 0, 30.0))
+        adder = Adder(Client(LastingConnection(server.address, server.token, 0, 30.0)))
         fuzzer = Fuzzer(server, random.Random(seed), corpus=read_corpus())
         sizes, end = [], time.monotonic() + 60 * minutes
         while time.monotonic() < end:

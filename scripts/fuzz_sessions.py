@@ -39,6 +39,7 @@ from fairseq_async.options.compression import parse  # noqa: E402
 from fairseq_async.protocol import Push, Report  # noqa: E402
 from fairseq_async.reporting.audit import audit  # noqa: E402
 from fairseq_async.worker.connection.client import Client  # noqa: E402
+from fairseq_async.worker.connection.lasting_connection import LastingConnection  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from scripts.bench.report import Report as Bench  # noqa: E402
 from scripts.faults.adder import LAYOUT, adder_spec  # noqa: E402
@@ -102,7 +103,7 @@ def go(run_dir: Path, messages: int, seed: int, compress: str = "none") -> tuple
     sizes: list[int] = []
     look_at, spec = 0.0, spec_of(compress)
     with served(run_dir) as server:
-        honest = Honest(Client(server.address, server.token, 0, 30.0), spec)
+        honest = Honest(Client(LastingConnection(server.address, server.token, 0, 30.0)), spec)
         hostile = HostileWorker(server.address, server.token, spec, LAYOUT, random.Random(seed))
         attack = Attack(hostile, messages)
         try:
@@ -120,7 +121,7 @@ def go(run_dir: Path, messages: int, seed: int, compress: str = "none") -> tuple
 def alone(run_dir: Path, updates: int, compress: str = "none") -> str:
     """Returns the state of the honest worker after a run without the hostile one."""
     with served(run_dir) as server:
-        honest = Honest(Client(server.address, server.token, 0, 30.0), spec_of(compress))
+        honest = Honest(Client(LastingConnection(server.address, server.token, 0, 30.0)), spec_of(compress))
         for _ in range(updates):
             honest.step()
         return honest.state(run_dir)

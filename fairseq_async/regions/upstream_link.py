@@ -21,6 +21,7 @@ from fairseq_async.protocol import Layout, Push, Report, Welcome
 from fairseq_async.protocol.notices import Tell
 from fairseq_async.regions.upstream import GlobalParameters, News, RegionLeft, RegionLost, RegionUpdate
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 
 _PAUSE, _LONGEST_PAUSE = 0.2, 5.0  # seconds between two attempts to join
 
@@ -128,7 +129,7 @@ class UpstreamLink:
         self._check_other()
         where = f"{option('upstream')} {self.given.address}"
         try:
-            client = Client(
+            connection = LastingConnection(
                 self.given.address,
                 self._token,
                 self.given.region,
@@ -136,13 +137,14 @@ class UpstreamLink:
                 tls=self._tls,
                 gone="the global server at {} is gone; this region goes on without it",
             )
-            client.connection.patience = math.inf  # for a server that was there
+            connection.patience = math.inf  # for a server that was there
         except ExchangeError as error:
             cause = error.__cause__
             nobody = isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError)
             raise ExchangeError(f"{where}: {f'there is no global server: {cause}' if nobody else error}") from error
         except RefusedError as error:
             raise RefusedError(f"{where}: {error}") from error
+        client = Client(connection)
         try:
             welcome = client.join(self.layout, global_spec(self.spec, self.given, client.workers))
             if not welcome.initialised:

@@ -34,6 +34,7 @@ from fairseq_async.reporting.capacity import MeasuredCosts, measure  # noqa: E40
 from fairseq_async.simulation.cluster import Cluster, Distribution, Seconds  # noqa: E402
 from fairseq_async.simulation.costs import NetworkLink  # noqa: E402
 from fairseq_async.worker.connection.client import Client  # noqa: E402
+from fairseq_async.worker.connection.lasting_connection import LastingConnection  # noqa: E402
 from fairseq_async.worker.hybrid import HybridWorker  # noqa: E402
 from fairseq_async.worker.overlap import local_sgd_worker  # noqa: E402
 from fairseq_async.worker.replica import TensorReplica  # noqa: E402
@@ -150,7 +151,7 @@ def work(address: str, token: str, given: str) -> None:
     torch.set_num_threads(1)
     own = jsonlib.loads(given)
     case, worker = Case(**own["case"]), own["worker"]
-    client = Client(address, token, worker)
+    client = Client(LastingConnection(address, token, worker))
     exchanges = take_local_steps if case.local_steps else send_gradients
     exchanges(client, case, own["workers"], own["parameters"], Until(case.step * SLOWER[worker], own["seconds"]))
     client.leave(finished=False)

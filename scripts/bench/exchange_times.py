@@ -29,6 +29,7 @@ from fairseq_async.method.spec import MethodSpec  # noqa: E402
 from fairseq_async.options.addresses import free_port  # noqa: E402
 from fairseq_async.protocol import Layout  # noqa: E402
 from fairseq_async.worker.connection.client import Client  # noqa: E402
+from fairseq_async.worker.connection.lasting_connection import LastingConnection  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
 from scripts.bench.sgd_server import build  # noqa: E402
@@ -126,7 +127,7 @@ def reduce(connection: Connection, index: int, port: int, size: int) -> None:
 def exchange(connection: Connection, parameters: int, address: str, token: str, out: Path) -> None:
     """Play a worker; sends the seconds of each push (with the copy into the slot) and pull, and whether it stepped."""
     torch.set_num_threads(1)
-    optimizer = join(Client(address, token, 0), parameters, sgd_spec(UPDATES_PER_STEP, workers=1))
+    optimizer = join(Client(LastingConnection(address, token, 0)), parameters, sgd_spec(UPDATES_PER_STEP, workers=1))
     worker, gradients = optimizer.worker, [parameter.grad for parameter in optimizer.params]
     while connection.recv():
         version = worker.version

@@ -22,6 +22,7 @@ import torch
 from fairseq_async.method.spec import local_sgd_spec
 from fairseq_async.options.config import DelayedNesterovOptions
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica
 
@@ -116,7 +117,7 @@ def work(job: Job) -> Measured:
         local_steps=job.local_steps, fragments=job.fragments, fragment_delay=job.delay, outer_lr=0.1
     )
     named = [(f"layer{number}", torch.zeros(job.elements)) for number in range(job.tensors)]
-    client = Client(job.address, job.token, 0)
+    client = Client(LastingConnection(job.address, job.token, 0))
     worker = local_sgd_worker(client, TensorReplica(named), options)
     welcome = worker.join(local_sgd_spec(options, 1, [], None, {}))
     worker.begin(welcome if welcome.initialised else worker.bring_parameters(None))

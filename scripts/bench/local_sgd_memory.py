@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fairseq_async.method.spec import local_sgd_spec  # noqa: E402
 from fairseq_async.options.config import DelayedNesterovOptions  # noqa: E402
 from fairseq_async.worker.connection.client import Client  # noqa: E402
+from fairseq_async.worker.connection.lasting_connection import LastingConnection  # noqa: E402
 from fairseq_async.worker.overlap import local_sgd_worker  # noqa: E402
 from fairseq_async.worker.replica import TensorReplica  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
@@ -31,7 +32,7 @@ def local_server(parameters: int, out: Path) -> dict[str, Memory]:
     try:
         workers = []
         for number in range(WORKERS):
-            client = Client(process.address, process.token, number)
+            client = Client(LastingConnection(process.address, process.token, number))
             workers.append(local_sgd_worker(client, TensorReplica(exchange_times.model(parameters)), options))
             welcome = workers[-1].join(local_sgd_spec(options, WORKERS, [], None, {}))
             workers[-1].begin(welcome if welcome.initialised else workers[-1].bring_parameters(None))

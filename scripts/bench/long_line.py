@@ -28,6 +28,7 @@ from fairseq_async.protocol import (
     Push,  # noqa: E402
 )
 from fairseq_async.worker.connection.client import Client  # noqa: E402
+from fairseq_async.worker.connection.lasting_connection import LastingConnection  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 from scripts.faults.hosts import Cable, other_host  # noqa: E402
@@ -60,7 +61,7 @@ def main(
 
 def work(address: str, token: str, parameters: int, exchanges: int) -> None:
     """Runs one worker; prints the seconds of each exchange."""
-    client = Client(address, token, 0)
+    client = Client(LastingConnection(address, token, 0))
     spec, layout = sgd_spec(workers=1, publishes=False), Layout.of([("weight", torch.zeros(parameters))])
     if not client.join(layout, spec).initialised:
         client.slot.zero_()

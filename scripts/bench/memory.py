@@ -28,6 +28,7 @@ from fairseq_async.method.spec import JsonObject, hybrid_spec  # noqa: E402
 from fairseq_async.options.config import HybridOptions, ServerOptions  # noqa: E402
 from fairseq_async.protocol import Layout
 from fairseq_async.worker.connection.client import Client  # noqa: E402
+from fairseq_async.worker.connection.lasting_connection import LastingConnection  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from recipes import training  # noqa: E402
 from recipes.steps import RecipeError  # noqa: E402
@@ -133,7 +134,7 @@ def hybrid_server(
     spec = replace(spec, grace_period=0.01)  # both workers are in one thread: none pushes while the other waits
     process = ServerProcess("fairseq_async.launch.fairseq_server", WORKERS, out, out / "server.log")
     try:
-        clients = [Client(process.address, process.token, number) for number in range(WORKERS)]
+        clients = [Client(LastingConnection(process.address, process.token, number)) for number in range(WORKERS)]
         workers = [exchange_times.join(client, parameters, spec) for client in clients]
         for _ in range(UPDATES):
             for each in workers:

@@ -34,6 +34,7 @@ from fairseq_async.options.config import HybridOptions, ServerOptions  # noqa: E
 from fairseq_async.protocol import Layout, Push  # noqa: E402
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup  # noqa: E402
 from fairseq_async.worker.connection.client import Client  # noqa: E402
+from fairseq_async.worker.connection.lasting_connection import LastingConnection  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
@@ -141,7 +142,7 @@ def shard(directory: Path) -> Iterator[str]:
 
 def train(number: int, address: str, token: str, layout: Layout, spec: MethodSpec, rounds: int) -> list[float]:
     """Runs one worker; returns the seconds of each of its exchanges."""
-    client = Client(address, token, number, patience=60.0)
+    client = Client(LastingConnection(address, token, number, patience=60.0))
     if not client.join(layout, spec).initialised:
         client.slot.zero_()
         client.initialise(None)

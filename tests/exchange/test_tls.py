@@ -17,6 +17,7 @@ from fairseq_async.exchange import Channel, tls
 from fairseq_async.launch.certificates import make
 from fairseq_async.server.network import connection_loop
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.server_client import join, pull, push
 from tests.helpers.waiting import wait_until
@@ -161,11 +162,11 @@ def test_who_has_another_authority_is_refused_on_both_sides(
     server: ThreadServer, ours: Path, others: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(RefusedError, match=f"certificate of the server at {server.address} is refused: .*certificate"):
-        Client(server.address, server.token, 0, tls=others)
+        Client(LastingConnection(server.address, server.token, 0, tls=others))
     wait_until(lambda: refused(server) == 1)  # which the worker has told it
     half = mixed(tmp_path / "half", (ours, "authority", "authority"), (others, "worker", "worker"))
     with pytest.raises(RefusedError, match="refuses this worker's certificate: unknown ca") as caught:
-        Client(server.address, server.token, 0, tls=half)
+        Client(LastingConnection(server.address, server.token, 0, tls=half))
     assert "\n" not in str(caught.value)
     wait_until(lambda: refused(server) == 2)  # the worker hears of it before the server counts it
     with closing(join(server, 0, tls=ours)) as client:
@@ -193,7 +194,7 @@ def test_who_speaks_plain_text_is_refused(
     assert "refused (TLS, 1 so far): a stranger: http request" in capfd.readouterr().err
     monkeypatch.setattr(connection_loop, "_HANDSHAKE_SECONDS", 0.2)
     with pytest.raises(ExchangeError, match=f"the server at {server.address} says nothing; does it need --tls?"):
-        Client(server.address, server.token, 0)
+        Client(LastingConnection(server.address, server.token, 0))
     assert server.service.refusals.counts["no introduction"] == 1
 
 
@@ -209,7 +210,7 @@ def test_who_only_asks_whether_somebody_listens_is_not_counted(server: ThreadSer
 def test_a_server_without_tls_is_refused(tmp_path: Path, ours: Path) -> None:
     server = ThreadServer(1, tmp_path, HOST)
     with pytest.raises(RefusedError, match=rf"{server.address} does not speak TLS 1.3 \(.*\): start it with --tls too"):
-        Client(server.address, server.token, 0, tls=ours)
+        Client(LastingConnection(server.address, server.token, 0, tls=ours))
     server.stop()
 
 
@@ -220,16 +221,16 @@ def test_certificates_that_have_expired_are_refused_on_both_sides(
     make(expired, [HOST], days=-1)
     old = ThreadServer(1, tmp_path / "run", HOST, tls=expired)
     with pytest.raises(RefusedError, match=f"is refused: certificate has expired; make it with: .* DIR {HOST}"):
-        Client(old.address, old.token, 0, tls=ours)
+        Client(LastingConnection(old.address, old.token, 0, tls=ours))
     old.stop()
     with pytest.raises(RefusedError, match="refuses this worker's certificate: certificate expired"):
-        Client(server.address, server.token, 0, tls=expired)
+        Client(LastingConnection(server.address, server.token, 0, tls=expired))
 
 
 def test_a_certificate_of_another_host_is_refused(tmp_path: Path, ours: Path) -> None:
     server = ThreadServer(1, tmp_path, "127.0.0.3", tls=ours)
     with pytest.raises(RefusedError, match="is refused: .*not valid for '127.0.0.3'; make it with: .* DIR 127.0.0.3"):
-        Client(server.address, server.token, 0, tls=ours)
+        Client(LastingConnection(server.address, server.token, 0, tls=ours))
     server.stop()
 
 
@@ -237,7 +238,7 @@ def test_a_workers_certificate_makes_no_server(tmp_path: Path, ours: Path) -> No
     pretended = mixed(tmp_path / "pretended", (ours, "authority", "authority"), (ours, "worker", "server"))
     server = ThreadServer(1, tmp_path / "run", HOST, tls=pretended)
     with pytest.raises(RefusedError, match="is refused: .*purpose"):
-        Client(server.address, server.token, 0, tls=ours)
+        Client(LastingConnection(server.address, server.token, 0, tls=ours))
     server.stop()
 
 

@@ -19,6 +19,7 @@ from fairseq_async.records.state_files import moved
 from fairseq_async.reporting.audit import audit
 from fairseq_async.server.plan import EpochPlan
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.connection.server_connection import JoinDetails
 from scripts.faults.sgd_server import Constant, sgd_spec
 from scripts.faults.thread_server import ThreadServer
@@ -127,7 +128,7 @@ def test_the_server_takes_the_memory_that_the_documents_name(
     gc.collect()  # what the server before had
     before = torch.cuda.memory_allocated()
     server = ThreadServer(1, tmp_path, build=build)
-    client = Client(server.address, server.token, 0, patience=20.0)
+    client = Client(LastingConnection(server.address, server.token, 0, patience=20.0))
     try:
         spec = sgd_spec(workers=1, server_device="cuda", look_ahead=look_ahead)
         client.join(layout, spec, JoinDetails(gpu=IPC.name(torch.device("cuda", 0))))

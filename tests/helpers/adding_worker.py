@@ -13,12 +13,13 @@ import torch
 from fairseq_async.exchange.channel import _HEADER
 from fairseq_async.protocol import Layout, Push, encode
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.start.server_process import TOKEN
 from scripts.faults.adder import Adder
 
 
 def steady(address: str, values: int) -> None:
-    client = Client(address, os.environ[TOKEN], 0, patience=60.0, on_loss=print)
+    client = Client(LastingConnection(address, os.environ[TOKEN], 0, patience=60.0, on_loss=print))
     adder = Adder(client, Layout.of([("weight", torch.zeros(values))]), worker_timeout=2.0)
     while True:
         adder.step()
@@ -29,7 +30,7 @@ def steady(address: str, values: int) -> None:
 
 
 def dying(address: str, worker: int) -> None:
-    adder = Adder(Client(address, os.environ[TOKEN], worker, 30.0))
+    adder = Adder(Client(LastingConnection(address, os.environ[TOKEN], worker, 30.0)))
     adder.step()
     slot = adder.client.slot
     half = slot.numel() // 2

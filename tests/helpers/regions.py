@@ -19,6 +19,7 @@ from fairseq_async.server import ParameterServer
 from fairseq_async.server.plan import Build
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from scripts.faults.thread_server import ThreadServer
 
 LAYOUT = Layout.of([("w", torch.zeros(3)), ("b", torch.zeros(2))])
@@ -52,7 +53,7 @@ class RegionWorker:
 
     def __init__(self, server: ThreadServer, worker: int, spec: MethodSpec, start: Tensor = START) -> None:
         self.server, self.sequence, self.base = server, 0, 0
-        self.client = Client(server.address, server.token, worker, patience=20.0)
+        self.client = Client(LastingConnection(server.address, server.token, worker, patience=20.0))
         welcome = self.client.join(LAYOUT, spec)
         if not welcome.initialised:
             self.client.slot.copy_(start)

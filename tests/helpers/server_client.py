@@ -14,6 +14,7 @@ from fairseq_async.errors import ExchangeError
 from fairseq_async.protocol import Layout, Push, PushReply, Report, Request, encode
 from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.sgd_server import sgd_spec
 from scripts.faults.thread_server import ThreadServer
@@ -40,7 +41,7 @@ def join(
 
     ``changes`` are those of :func:`~scripts.faults.sgd_server.sgd_spec`.
     """
-    client = Client(server.address, server.token, worker, patience, tls=tls)
+    client = Client(LastingConnection(server.address, server.token, worker, patience, tls=tls))
     if not client.join(LAYOUT, sgd_spec(**changes)).initialised:
         client.slot.fill_(1.0)
         client.initialise(None)

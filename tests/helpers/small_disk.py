@@ -24,6 +24,7 @@ from fairseq_async.method.spec import MethodSpec, local_sgd_spec
 from fairseq_async.options.config import LocalSGDOptions, ServerOptions
 from fairseq_async.protocol import Layout
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.sgd_server import sgd_spec
 from tests.helpers.run_files import snapshot_versions
@@ -134,7 +135,7 @@ def main() -> None:
     server = ServerProcess(module, 2, directory, log, restarts=0)
     found: dict[str, Any] = {}
     try:
-        worker = Client(server.address, server.token, 0)
+        worker = Client(LastingConnection(server.address, server.token, 0))
         worker.join(LAYOUT, method)
         worker.slot.zero_()
         worker.initialise(None)
@@ -199,7 +200,7 @@ def relieve(what: str, directory: Path) -> None:
 def refused(server: ServerProcess) -> str:
     """What a worker is told that comes now."""
     try:
-        Client(server.address, server.token, 1).join(LAYOUT, METHOD)
+        Client(LastingConnection(server.address, server.token, 1)).join(LAYOUT, METHOD)
     except AsyncError as error:
         return str(error)
     return ""

@@ -21,6 +21,7 @@ from fairseq_async.protocol import Assignment, Layout, Push, PushReply, Report, 
 from fairseq_async.server.plan import Build
 from fairseq_async.server.programs import local_sgd_main as outer
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.start.context import WorkerContext
 from scripts.faults.thread_server import ThreadServer
@@ -49,7 +50,7 @@ class Worker:
     """Joins; worker 0 brings parameters that are zero, or a state in a file."""
 
     def __init__(self, server: ThreadServer, worker: int, spec: MethodSpec, state: Path | None = None) -> None:
-        self.client = Client(server.address, server.token, worker)
+        self.client = Client(LastingConnection(server.address, server.token, worker))
         self.spec = spec
         self.welcome = self.client.join(LAYOUT, spec)
         if not self.welcome.initialised:

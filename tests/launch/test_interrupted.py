@@ -21,6 +21,7 @@ from fairseq_async.records.created_files import CreatedFiles
 from fairseq_async.records.snapshots import Snapshots
 from fairseq_async.reporting.audit import audit
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.start.rendezvous import ServerRequest
 from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.sgd_server import sgd_spec
@@ -71,7 +72,7 @@ def begin(
 ) -> tuple[ServerProcess, Client]:
     """A server that goes on where it can, and its worker, which brings these parameters or this state."""
     process = ServerProcess(SGD_SERVER, workers, run_dir, run_dir / "server.log", resumes=resumes)
-    client = Client(process.address, process.token, 0)
+    client = Client(LastingConnection(process.address, process.token, 0))
     client.join(LAYOUT, sgd_spec(workers=workers, framework=framework or {}))
     client.slot.fill_(first)
     client.initialise(None if state is None else str(state))
@@ -139,7 +140,7 @@ def test_a_server_that_dies_before_worker_0_has_come_leaves_the_snapshot_of_the_
     first.kill()
     try:
         wait_until(lambda: process.process is not first, 60)
-        client = Client(process.address, process.token, 0)
+        client = Client(LastingConnection(process.address, process.token, 0))
         client.join(LAYOUT, sgd_spec(workers=2))
         client.initialise(None)
         assert pull(client)[0] == 4

@@ -12,6 +12,7 @@ from fairseq_async.exchange import Channel
 from fairseq_async.exchange.authentication import challenge, proof
 from fairseq_async.protocol import Greeting, Introduce, Introduced, encode, parse_answer
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from scripts.faults.thread_server import ThreadServer
 
 
@@ -74,5 +75,5 @@ def test_a_servers_answer_that_was_recorded_is_not_trusted(server: ThreadServer)
         thread = threading.Thread(target=play_back, daemon=True)
         thread.start()
         with pytest.raises(RefusedError, match="does not know this run's token"):
-            Client(f"127.0.0.1:{listener.getsockname()[1]}", server.token, 1)
+            Client(LastingConnection(f"127.0.0.1:{listener.getsockname()[1]}", server.token, 1))
         thread.join(10)

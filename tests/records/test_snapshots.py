@@ -22,6 +22,7 @@ from fairseq_async.protocol import (
 )
 from fairseq_async.records.snapshots import Snapshots
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.adder import LAYOUT as ADDERS
 from scripts.faults.sgd_server import build, sgd_spec
@@ -279,7 +280,7 @@ def full(descriptor: int) -> None:
 def test_a_server_that_vanishes_in_the_handshake_is_noticed(tmp_path: Path) -> None:
     server = ThreadServer(1, tmp_path, "127.0.0.2")
     try:
-        client = Client(server.address, server.token, 0)
+        client = Client(LastingConnection(server.address, server.token, 0))
         assert client.connection.channel.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) > 0
     finally:
         server.stop()
@@ -317,7 +318,7 @@ def test_a_worker_is_told_of_parameters_when_the_first_snapshot_is_on_the_disk(t
     """The disk needs two seconds. A server that died within them would begin anew, without the parameters."""
     server = ServerProcess("tests.helpers.halving", 1, tmp_path, tmp_path / "server.log")
     try:
-        client = Client(server.address, server.token, 0)
+        client = Client(LastingConnection(server.address, server.token, 0))
         client.join(LAYOUT, halving_spec())
         client.slot.fill_(3.0)
         assert client.initialise(None).initialised

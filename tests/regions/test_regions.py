@@ -22,6 +22,7 @@ from fairseq_async.server.plan import Plan
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.server.shards.build import close_shards
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from tests.helpers.commands import free_port
 from tests.helpers.mortal import InlineSnapshots
 from tests.helpers.references import HALoS64
@@ -247,7 +248,7 @@ def test_a_region_with_another_model_is_refused(tmp_path: Path) -> None:
     with global_server(tmp_path / "global") as above, region_server(tmp_path / "region0") as first:
         RegionWorker(first, 0, region_spec(f"{above.address},region=0"))
         with region_server(tmp_path / "region1") as server:
-            client = Client(server.address, server.token, 0)
+            client = Client(LastingConnection(server.address, server.token, 0))
             assert not client.join(other, region_spec(f"{above.address},region=1")).initialised
             with pytest.raises(RefusedError, match=r"--upstream .*: worker 1 has another model than the others"):
                 client.initialise(None)

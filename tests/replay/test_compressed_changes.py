@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from fairseq_async.protocol import Layout
 from fairseq_async.replay.replay import Recording, Replay
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.hybrid import HybridWorker
 from scripts.faults.sgd_server import build, sgd_spec
 from scripts.faults.thread_server import ThreadServer
@@ -27,7 +28,10 @@ def record(run_dir: Path, host: str, updates_per_step: int, again: int) -> Tenso
     try:
         workers = []
         for number in (0, 1):
-            client, weight = Client(server.address, server.token, number), Parameter(torch.linspace(-3, 4, 6))
+            client, weight = (
+                Client(LastingConnection(server.address, server.token, number)),
+                Parameter(torch.linspace(-3, 4, 6)),
+            )
             workers.append((HybridWorker(client, [("w", weight)]), weight))
             welcome = workers[-1][0].join(spec)
             workers[-1][0].begin(welcome if welcome.initialised else workers[-1][0].bring_parameters(None))

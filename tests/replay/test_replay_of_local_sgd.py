@@ -25,6 +25,7 @@ from fairseq_async.server.plan import Plan
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.server.shards.build import close_shards
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.sharded import TOKEN, ShardHosts, shard_hosts
 
@@ -129,7 +130,10 @@ class Live:
     def __init__(self, run_dir: Path, spec: MethodSpec, host: str = "127.0.0.1", token: str | None = None) -> None:
         self.run = LocalRun(spec)
         self.server = ThreadServer(2, run_dir, host, build=local_sgd_main.build, token=token)
-        self.clients = [Client(self.server.address, self.server.token, worker, patience=30.0) for worker in (0, 1)]
+        self.clients = [
+            Client(LastingConnection(self.server.address, self.server.token, worker, patience=30.0))
+            for worker in (0, 1)
+        ]
         for client in self.clients:
             if not client.join(LAYOUT, spec).initialised:
                 client.slot.copy_(torch.arange(5.0))

@@ -22,6 +22,7 @@ from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.server.slots import Slots
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.fragments import Descent, streaming
 from tests.helpers.mortal import MortalServer
@@ -197,7 +198,7 @@ def test_both_sides_agree_after_each_exchange_also_where_answers_are_lost(
     start: Callable[..., ThreadServer], monkeypatch: pytest.MonkeyPatch, host: str, options: Any
 ) -> None:
     server = start(host)
-    worker = Descent(Client(server.address, server.token, 0, 30.0), options, 1)
+    worker = Descent(Client(LastingConnection(server.address, server.token, 0, 30.0)), options, 1)
     compressed = 0
     for step in range(24):
         if step in (5, 9):
@@ -216,7 +217,7 @@ def test_a_server_that_comes_back_gives_all_parameters_anew(tmp_path: Path) -> N
     server = MortalServer(1, tmp_path / "run", "127.0.0.1", local_sgd_main.build, [900])
     try:
         options = streaming(0, fragments=1, local_steps=2, compress="pull=e3m0", total_steps=40)
-        worker = Descent(Client(server.address, server.token, 0, 30.0), options, 1)
+        worker = Descent(Client(LastingConnection(server.address, server.token, 0, 30.0)), options, 1)
         for _ in range(6):
             worker.step()
         server.begin_to_die()

@@ -36,6 +36,7 @@ from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.slots import Slots
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.connection.server_connection import JoinDetails
 from scripts.faults.sgd_server import build, sgd_spec
 from scripts.faults.thread_server import ThreadServer
@@ -75,21 +76,21 @@ def test_a_worker_that_died_in_the_middle_of_a_write_costs_that_update_and_comes
     second.slot.fill_(1e9)  # written, never pushed
     second.connection.channel.close()
     assert push(first, 0, 0.25).version == 2 and pull(first) == (2, 0.25)
-    again = Client(server.address, server.token, 1)
+    again = Client(LastingConnection(server.address, server.token, 1))
     welcome = again.join(LAYOUT, METHOD)
     assert welcome.sequence == 1 and welcome.position == {"epoch": 1, "seen": 0}
 
 
 def test_a_worker_that_is_started_again_may_have_the_buffers_of_a_later_checkpoint(server: ThreadServer) -> None:
     """As a model's whose buffers move with the training, and which its script loads. At its first start it may not."""
-    joined = [Client(server.address, server.token, worker) for worker in (0, 1)]
+    joined = [Client(LastingConnection(server.address, server.token, worker)) for worker in (0, 1)]
     joined[0].join(LAYOUT, METHOD, JoinDetails(buffers="at the start"))
     joined[0].initialise(None)
     with pytest.raises(RefusedError, match="worker 1 has other values than the others in buffers that the model saves"):
         joined[1].join(LAYOUT, METHOD, JoinDetails(buffers="later"))
     for buffers in ("at the start", "later"):
         joined[1].connection.channel.close()
-        joined[1] = Client(server.address, server.token, 1)
+        joined[1] = Client(LastingConnection(server.address, server.token, 1))
         assert joined[1].join(LAYOUT, METHOD, JoinDetails(buffers=buffers)).initialised
 
 
@@ -100,7 +101,7 @@ def test_the_whole_state_comes_back_from_a_snapshot(server: ThreadServer, tmp_pa
     first.save_state(str(tmp_path / "state.pt"))
     other = ThreadServer(2, tmp_path / "other")
     try:
-        client = Client(other.address, other.token, 0)
+        client = Client(LastingConnection(other.address, other.token, 0))
         client.join(LAYOUT, sgd_spec(updates_per_step=2))
         welcome = client.initialise(str(tmp_path / "state.pt"))
         assert welcome.sequence == 3 and pull(client) == pull(first)
@@ -117,7 +118,7 @@ def taken_up(server: ThreadServer, tmp_path: Path, before: str, now: str) -> Wel
     first.save_state(str(tmp_path / "state.pt"))
     other = ThreadServer(2, tmp_path / "other")
     try:
-        client = Client(other.address, other.token, 0)
+        client = Client(LastingConnection(other.address, other.token, 0))
         client.join(LAYOUT, sgd_spec(max_epoch=1, framework={"inner_optimizer": {"_name": now}}))
         return client.initialise(str(tmp_path / "state.pt"))
     finally:
@@ -165,7 +166,7 @@ def test_the_state_of_another_inner_optimizer_is_refused(server: ThreadServer, t
 )
 def test_who_does_not_fit_is_told_why_and_the_server_stays(server: ThreadServer, body: bytes, message: str) -> None:
     first = join(server, 0)
-    assert message in ask(Client(server.address, server.token, 1), body)["error"]
+    assert message in ask(Client(LastingConnection(server.address, server.token, 1)), body)["error"]
     assert push(first, 0, 0.5).version == 1
 
 
@@ -176,7 +177,7 @@ def test_who_does_not_fit_is_told_why_and_the_server_stays(server: ThreadServer,
 def test_strangers_do_not_come_in(server: ThreadServer, token: str | None, worker: int, message: str) -> None:
     first = join(server, 0)
     with pytest.raises(RefusedError, match=message):
-        Client(server.address, token or server.token, worker)
+        Client(LastingConnection(server.address, token or server.token, worker))
     assert push(first, 0, 0.5).version == 1
 
 
@@ -211,7 +212,7 @@ def test_the_barrier_answers_both_workers_when_the_round_is_complete(server: Thr
 def test_a_worker_that_is_refused_does_not_hold_up_the_others(server: ThreadServer) -> None:
     """Its process may never end. The next process of the worker is waited for."""
     method = {"updates_per_step": 2, "barrier": 2}
-    first, refused = join(server, 0, **method), Client(server.address, server.token, 1)
+    first, refused = join(server, 0, **method), Client(LastingConnection(server.address, server.token, 1))
     first.connection.channel.send(encode(Push(0, 0, 1.0)))
     other = Layout.of([("weight", torch.zeros(3, 3))])
     with pytest.raises(RefusedError, match="worker 1 has another model than the others"):
@@ -297,7 +298,10 @@ def test_who_waits_for_worker_0_is_answered_once_also_where_its_first_hello_fail
     server: ThreadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the description of the run, its memory may find no room; and worker 0 may be started again."""
-    second, first = Client(server.address, server.token, 1), Client(server.address, server.token, 0)
+    second, first = (
+        Client(LastingConnection(server.address, server.token, 1)),
+        Client(LastingConnection(server.address, server.token, 0)),
+    )
     second.connection.channel.send(encode(HELLO))
     wait_until(lambda: server.service.membership.waiting("hello") == [1])
     with monkeypatch.context() as full:

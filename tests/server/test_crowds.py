@@ -27,6 +27,7 @@ from fairseq_async.protocol import (
 from fairseq_async.server.service import Service
 from fairseq_async.server.slots import Slots
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from scripts.faults.sgd_server import sgd_spec
 from tests.helpers.server_client import StartThreadServer, join, push
 from tests.helpers.waiting import wait_until
@@ -112,7 +113,7 @@ def test_who_does_not_take_large_answers_is_not_heard_until_it_does(
     """Parameters ahead are encoded for each question: the answers that wait would fill the memory."""
     server = start_thread_server(2)
     large, spec = Layout.of([("weight", torch.zeros(1_000_000))]), sgd_spec(workers=2, compress={"pull": "int8"})
-    honest, greedy = (Client(server.address, server.token, worker) for worker in (0, 1))
+    honest, greedy = (Client(LastingConnection(server.address, server.token, worker)) for worker in (0, 1))
     honest.join(large, spec)
     honest.slot.zero_()
     honest.initialise(None)

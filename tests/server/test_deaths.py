@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fairseq_async.reporting.audit import audit
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.start.server_process import TOKEN, ServerProcess
 from scripts.faults.adder import LAYOUT, Adder
 from scripts.faults.digest import digest, read_snapshot
@@ -48,7 +49,7 @@ def test_a_server_that_dies_at_any_line_loses_nothing_that_its_rollbacks_do_not_
             "snapshot_seconds": 1e-3,
             "worker_timeout": 0.5,
         }
-        clients = [Client(server.address, server.token, worker, 30.0) for worker in (0, 1)]
+        clients = [Client(LastingConnection(server.address, server.token, worker, 30.0)) for worker in (0, 1)]
         server.begin_to_die()
         adders = [Adder(client, **method) for client in clients]
         if barrier:
@@ -106,21 +107,22 @@ def process(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerPr
 def test_a_worker_killed_in_the_middle_of_a_push_changes_nothing_and_its_successor_goes_on(
     process: ServerProcess, tmp_path: Path
 ) -> None:
-    first = Adder(Client(process.address, process.token, 0, 30.0))
+    first = Adder(Client(LastingConnection(process.address, process.token, 0, 30.0)))
     line = [sys.executable, "-m", "tests.helpers.adding_worker", "dying", process.address, "1"]
     environment = os.environ | {TOKEN: process.token, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(line, stdout=subprocess.PIPE, env=environment, cwd=ROOT) as worker:
         assert worker.stdout is not None and worker.stdout.readline() == b"in the middle\n"
         worker.send_signal(signal.SIGKILL)
     assert first.step().version == 2 and first.parameters.tolist() == [2.0] * LAYOUT.size
-    second = Adder(Client(process.address, process.token, 1, 30.0))
+    second = Adder(Client(LastingConnection(process.address, process.token, 1, 30.0)))
     assert second.sequence == 1 and second.step().version == 3
     assert audit(tmp_path).applied == 3
 
 
 def test_a_server_killed_again_and_again_under_load_keeps_its_books(process: ServerProcess, tmp_path: Path) -> None:
     adders = [
-        Adder(Client(process.address, process.token, worker, 60.0), snapshot_seconds=0.05) for worker in (0, 1, 2)
+        Adder(Client(LastingConnection(process.address, process.token, worker, 60.0)), snapshot_seconds=0.05)
+        for worker in (0, 1, 2)
     ]
     stop = threading.Event()
 

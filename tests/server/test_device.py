@@ -17,8 +17,10 @@ from fairseq_async.protocol import Push, Report, Welcome
 from fairseq_async.records.state_files import moved
 from fairseq_async.server.plan import Build
 from fairseq_async.server.programs import local_sgd_main
-from fairseq_async.worker.connection.client import Client, WorkerMemory
+from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.connection.server_connection import JoinDetails
+from fairseq_async.worker.connection.worker_memory import WorkerMemory
 from scripts.faults import sgd_server
 from scripts.faults.sgd_server import sgd_spec
 from scripts.faults.thread_server import ThreadServer
@@ -62,7 +64,10 @@ class Workers:
     def __init__(self, case: Case, run_dir: Path, gpus: tuple[str, str] = (NAME, NAME)) -> None:
         self.build, self.spec = case
         self.server = ThreadServer(2, run_dir, build=self.build)
-        self.clients = [Client(self.server.address, self.server.token, worker, patience=20.0) for worker in range(2)]
+        self.clients = [
+            Client(LastingConnection(self.server.address, self.server.token, worker, patience=20.0))
+            for worker in range(2)
+        ]
         for client, gpu in zip(self.clients, gpus, strict=True):
             if not client.join(LAYOUT, self.spec, JoinDetails(gpu=gpu)).initialised:
                 client.slot.copy_(torch.linspace(-1, 1, LAYOUT.size))

@@ -21,6 +21,7 @@ from fairseq_async.reporting.audit import audit
 from fairseq_async.server.plan import EpochPlan, Plan
 from fairseq_async.server.programs import local_sgd_main as outer
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from scripts.faults import schedule
 from scripts.faults.adder import LAYOUT, adder_spec
 from scripts.faults.digest import digest
@@ -145,7 +146,9 @@ def run(run_dir: Path, host: str, spec: MethodSpec, faults: Schedule) -> tuple[s
     proxy = Proxy(server.address, host)
     try:
         Injector(faults, proxy)
-        workers = [Worker(Client(proxy.address, server.token, worker, 30.0), spec) for worker in (0, 1)]
+        workers = [
+            Worker(Client(LastingConnection(proxy.address, server.token, worker, 30.0)), spec) for worker in (0, 1)
+        ]
         train(workers, ROUNDS)
         workers[1].client.pull(workers[1].parameters.copy_)
         state = {"server": server.service.described.state_dict(), "residuals": [each.residual() for each in workers]}

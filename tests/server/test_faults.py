@@ -35,6 +35,7 @@ from fairseq_async.server.network import connection_loop
 from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from scripts.faults.sgd_server import sgd_spec
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.run_files import events, snapshot_versions
@@ -141,7 +142,7 @@ def memories_open() -> int:
 def test_a_worker_that_computes_comes_back_to_a_new_server_by_itself(start_server: StartServer, tmp_path: Path) -> None:
     server = start_server()
     lost: list[str] = []
-    first = Client(server.address, server.token, 0, 30.0, lost.append)
+    first = Client(LastingConnection(server.address, server.token, 0, 30.0, lost.append))
     first.join(LAYOUT, sgd_spec(worker_timeout=1.0, snapshot_seconds=1e6))
     first.slot.fill_(1.0)
     first.initialise(None)
@@ -262,7 +263,7 @@ def test_there_is_room_for_so_many_joiners(start_thread_server: StartThreadServe
     first = join_patiently(server, 0)
     joiners = [join_patiently(server, None) for _ in range(16)]
     with pytest.raises(RefusedError, match="16 workers have joined"):
-        Client(server.address, server.token, None)
+        Client(LastingConnection(server.address, server.token, None))
     joiners[3].leave(finished=False)
     assert join_patiently(server, None).worker == 4
     assert push(first, 0, 0.5).version == 1
@@ -284,7 +285,7 @@ def test_a_server_that_cannot_prove_the_token_is_not_trusted(tmp_path: Path) -> 
         thread = threading.Thread(target=impersonate, daemon=True)
         thread.start()
         with pytest.raises(RefusedError, match="does not know this run's token"):
-            Client(f"127.0.0.1:{listener.getsockname()[1]}", "a secret of this run", 0)
+            Client(LastingConnection(f"127.0.0.1:{listener.getsockname()[1]}", "a secret of this run", 0))
         thread.join(10)
     assert b"a secret of this run" not in answers[0]
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fairseq_async.protocol import Hello, Initialise, Push, Welcome, encode
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from scripts import fuzz_sessions
 from scripts.faults.adder import LAYOUT, Adder, adder_spec
 from scripts.faults.direct import Member
@@ -25,7 +26,7 @@ from tests.helpers.in_process import server as parameter_server
 def test_malformed_messages_do_not_change_the_server(tmp_path: Path, seed: int) -> None:
     server = ThreadServer(2, tmp_path, "127.0.0.2")
     try:
-        adder = Adder(Client(server.address, server.token, 0, 30.0))
+        adder = Adder(Client(LastingConnection(server.address, server.token, 0, 30.0)))
         adder.step()
         fuzzer = Fuzzer(server, random.Random(seed), corpus=read_corpus())
         before = fuzzer.state()
@@ -40,7 +41,7 @@ def test_malformed_messages_do_not_change_the_server(tmp_path: Path, seed: int) 
 def test_what_was_once_found_is_refused_again(tmp_path: Path) -> None:
     server = ThreadServer(2, tmp_path, "127.0.0.2")
     try:
-        adder = Adder(Client(server.address, server.token, 0, 30.0))
+        adder = Adder(Client(LastingConnection(server.address, server.token, 0, 30.0)))
         fuzzer = Fuzzer(server, random.Random(0))
         before = fuzzer.state()
         for data in read_corpus():

@@ -34,6 +34,7 @@ from fairseq_async.server.optimizers.learning_rates import (
     tabulate,
 )
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.halving import LAYOUT, build, halving_spec
 
@@ -213,7 +214,7 @@ SECOND = ScheduleEvent("x-2", "end_epoch", 2, 1.0)
 def client(tmp_path: Path) -> Iterator[Client]:
     server = ThreadServer(1, tmp_path, build=build)
     try:
-        client = Client(server.address, server.token, 0, patience=30.0)
+        client = Client(LastingConnection(server.address, server.token, 0, patience=30.0))
         client.join(LAYOUT, halving_spec())
         client.slot.zero_()
         assert client.initialise(None).assignment.learning_rate == 1.0
@@ -242,7 +243,7 @@ def test_an_event_that_comes_again_on_another_connection_is_not_counted(client: 
 def test_events_of_a_worker_that_was_started_again_are_others(client: Client) -> None:
     assert client.schedule_event("end_epoch", 1, 1.0).learning_rate == 0.5
     client.close()
-    again = Client(client.connection.address, client.connection.endpoint.token, 0, patience=30.0)
+    again = Client(LastingConnection(client.connection.address, client.connection.endpoint.token, 0, patience=30.0))
     again.join(LAYOUT, halving_spec())
     assert again.schedule_event("end_epoch", 2, 1.0).learning_rate == 0.25
 

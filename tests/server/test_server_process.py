@@ -18,6 +18,7 @@ from fairseq_async.protocol import (
     Status,
 )
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.start import server_process
 from fairseq_async.worker.start.context import WorkerContext
 from fairseq_async.worker.start.server_process import ServerProcess
@@ -91,7 +92,7 @@ def test_a_finished_run_stays_for_a_worker_0_that_has_died_and_comes_back(proces
     assert push(first, 0, 0.5).finished
     first.connection.channel.close()
     second.leave(finished=False)
-    again = Client(process.address, process.token, 0)
+    again = Client(LastingConnection(process.address, process.token, 0))
     assert again.join(LAYOUT, sgd_spec(last_version=1)).finished and pull(again) == (1, 0.5)
     again.leave(finished=False)
     assert process.process.wait(timeout=60) == 0
@@ -146,9 +147,9 @@ def test_no_server_and_a_port_in_use_are_clear(tmp_path: Path) -> None:
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
         with pytest.raises(ExchangeError, match=f"no server at 127.0.0.1:{port}: "):
-            Client(f"127.0.0.1:{port}", "token", 0)
+            Client(LastingConnection(f"127.0.0.1:{port}", "token", 0))
     with pytest.raises(ExchangeError, match="no server at nowhere"):
-        Client("nowhere", "token", 0)
+        Client(LastingConnection("nowhere", "token", 0))
 
 
 def test_a_server_that_does_not_start_is_clear(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from fairseq_async.server.shards.held_part import HeldPart
 from fairseq_async.server.shards.part import ShardPart
 from fairseq_async.server.shards.remote import HostConnector, connect_hosts
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.sharded import (
     ADAM,
@@ -193,7 +194,7 @@ def test_a_worker_that_claims_a_norm_and_leaves_a_host_out_is_refused(
 ) -> None:
     """A worker on the server's machine, whose own norm counts where there are no hosts."""
     server = ThreadServer(1, tmp_path, build=local_sgd_main.build, token=TOKEN)
-    client = Client(server.address, TOKEN, 0)
+    client = Client(LastingConnection(server.address, TOKEN, 0))
     try:
         given = server_options(hosts.addresses)
         client.join(LAYOUT, local_sgd_spec(options_of("sgd"), 1, [], given, {}))

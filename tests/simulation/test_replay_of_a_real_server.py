@@ -14,6 +14,7 @@ from fairseq_async.protocol import Layout, Push, Report
 from fairseq_async.replay.replay import Recording, Replay
 from fairseq_async.server.plan import Plan
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers import halving
 from tests.helpers.halving import LAYOUT, halving_spec
@@ -56,7 +57,7 @@ class Live:
     def __init__(self, run_dir: Path, spec: MethodSpec, wrong: Mapping[tuple[int, int], float]) -> None:
         self.run = HalfRun(spec, wrong)
         self.server = ThreadServer(2, run_dir, build=halving.build)
-        self.clients = [Client(self.server.address, self.server.token, worker) for worker in (0, 1)]
+        self.clients = [Client(LastingConnection(self.server.address, self.server.token, worker)) for worker in (0, 1)]
         for client in self.clients:
             if not client.join(LAYOUT, spec).initialised:
                 client.slot.copy_(torch.tensor([1.0, -2.0, 3.0]))

@@ -20,6 +20,7 @@ from fairseq_async.simulation.experiment import read
 from fairseq_async.simulation.trial import Trial
 from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.shards import ShardOrder, shard_sizes
 from scripts.faults.thread_server import ThreadServer
@@ -121,7 +122,7 @@ class Real:
         if bf16:
             self.sines.model.bfloat16()
         named = list(self.sines.model.named_parameters())
-        self.hybrid = HybridWorker(Client(server.address, server.token, worker), named)
+        self.hybrid = HybridWorker(Client(LastingConnection(server.address, server.token, worker)), named)
         welcome = self.hybrid.join(spec)
         self.hybrid.begin(welcome if welcome.initialised else self.hybrid.bring_parameters(None))
 

@@ -7,6 +7,7 @@ import torch
 
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.replica import TensorReplica
 from scripts.faults.thread_server import ThreadServer
@@ -72,7 +73,7 @@ def test_a_fragment_is_read_when_it_is_sent_and_read_and_written_when_it_is_take
 ) -> None:
     server = ThreadServer(1, tmp_path, build=local_sgd_main.build)
     try:
-        worker = Descent(Client(server.address, server.token, 0), streaming(delay=1), 1)
+        worker = Descent(Client(LastingConnection(server.address, server.token, 0)), streaming(delay=1), 1)
         for _ in range(5):  # fragments are sent after every second step; the first pins
             worker.step()
         before = cuda.to_memory, cuda.to_gpu, cuda.unpinned

@@ -16,7 +16,8 @@ from tests.helpers.waiting import wait_until
 PROGRAM = """
 import os, signal, sys, time
 from fairseq_async.worker.connection.client import Client
-client = Client(sys.argv[1], sys.argv[2], 0)
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
+client = Client(LastingConnection(sys.argv[1], sys.argv[2], 0))
 if (child := os.fork()) == 0:
     time.sleep(60)
 print(child, flush=True)

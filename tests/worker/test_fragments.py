@@ -22,6 +22,7 @@ from fairseq_async.simulation.trial import Trial
 from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.compressor import Compressor
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.overlap import BackgroundExchange, local_sgd_worker
 from fairseq_async.worker.replica import MasterReplica, TensorReplica
 from scripts.faults.thread_server import ThreadServer
@@ -50,7 +51,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def client(server: ThreadServer, worker: int | None = 0, patience: float = 0.0) -> Client:
-    return Client(server.address, server.token, worker, patience)
+    return Client(LastingConnection(server.address, server.token, worker, patience))
 
 
 def parameters(server: ThreadServer) -> Tensor:
@@ -210,7 +211,7 @@ def test_a_server_that_dies_goes_on_from_its_snapshot_with_the_fragments_that_co
     try:
         options = streaming(1, total_steps=60)
         spec = local_sgd_spec(options, 1, [], ServerOptions(snapshot_seconds=1e-3), {})
-        worker = Descent(Client(server.address, server.token, 0, 30.0), options, 1, spec)
+        worker = Descent(Client(LastingConnection(server.address, server.token, 0, 30.0)), options, 1, spec)
         for _ in range(8):
             worker.step()
         server.begin_to_die()

@@ -19,6 +19,7 @@ from fairseq_async.options.config import DelayedNesterovOptions, LocalSGDOptions
 from fairseq_async.options.validation import checked
 from fairseq_async.protocol import Assignment, Push, PushReply, Report, Welcome, WorkReply
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica
@@ -51,7 +52,7 @@ class Worker:
     def __init__(self, server: ServerProcess, worker: int, options: LocalSGDOptions, workers: int) -> None:
         self.theta = torch.zeros(3)
         self.target = TARGETS[worker]
-        client = Client(server.address, server.token, worker)
+        client = Client(LastingConnection(server.address, server.token, worker))
         self.local = local_sgd_worker(client, TensorReplica([("theta", self.theta)]), options)
         self.spec = local_sgd_spec(options, workers, [], None, {})
 

@@ -15,6 +15,7 @@ from fairseq_async.method.spec import local_sgd_spec
 from fairseq_async.options.config import LocalSGDOptions
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica
@@ -30,7 +31,7 @@ class Worker:
 
     def __init__(self, server: ThreadServer, worker: int, options: LocalSGDOptions) -> None:
         self.theta, self.target = torch.zeros(3), TARGETS[worker]
-        client = Client(server.address, server.token, worker)
+        client = Client(LastingConnection(server.address, server.token, worker))
         self.local: LocalSGDWorker = local_sgd_worker(client, TensorReplica([("theta", self.theta)]), options)
         welcome = self.local.join(local_sgd_spec(options, 2, [], None, {}))
         self.local.begin(welcome if welcome.initialised else self.local.bring_parameters(None))

@@ -14,6 +14,7 @@ from fairseq_async.options.config import OuterSGDOptions
 from fairseq_async.protocol import Push, PushReply
 from fairseq_async.server.programs.local_sgd_main import build
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica
@@ -34,7 +35,7 @@ def joined(server: ThreadServer, workers: int, shards: list[int], answer: thread
     """A worker in the run, whose updates leave when ``answer`` is set."""
     options = OuterSGDOptions(local_steps=STEPS, outer_lr=1.0, overlap=True)
     replica = TensorReplica([("theta", torch.zeros(2))])
-    local = local_sgd_worker(Client(server.address, server.token, 0), replica, options)
+    local = local_sgd_worker(Client(LastingConnection(server.address, server.token, 0)), replica, options)
     push = local.client.push
 
     def held(write: Callable[[Tensor], object], message: Push) -> PushReply:

@@ -18,6 +18,7 @@ from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.server.service import Service
 from fairseq_async.server.slots import Slots
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from scripts.faults.sgd_server import build
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.fragments import Descent, streaming
@@ -49,7 +50,7 @@ def train(run_dir: Path, host: str, given: AsyncLocalSGDOptions) -> tuple[Tensor
     """One worker to the end of its run; its parameters then, and the events."""
     server = ThreadServer(1, run_dir, host, local_sgd_main.build)
     try:
-        descent = Descent(Client(server.address, server.token, 0), given, 1)
+        descent = Descent(Client(LastingConnection(server.address, server.token, 0)), given, 1)
         descent.run()
         return descent.theta, list(read_events(run_dir / "events.jsonl"))
     finally:
@@ -116,7 +117,7 @@ def test_parameters_that_are_lost_behind_their_answer_are_asked_for(
     pulls.clear()
     server = ThreadServer(1, tmp_path / "cut", "127.0.0.2", local_sgd_main.build)
     try:
-        descent = Descent(Client(server.address, server.token, 0, patience=10.0), options(), 1)
+        descent = Descent(Client(LastingConnection(server.address, server.token, 0, patience=10.0)), options(), 1)
         for _ in range(3):
             descent.step()
         channel = descent.local.client.connection.channel

@@ -11,6 +11,7 @@ import torch
 from fairseq_async.errors import RefusedError
 from fairseq_async.worker.async_worker import Refusals
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.loop import WorkerLoop
 from fairseq_async.worker.replica import TensorReplica
@@ -52,7 +53,11 @@ def test_a_worker_that_comes_back_counts_only_what_is_refused_from_then_on(tmp_p
     with local_sgd(tmp_path, workers=1, local_steps=1) as [before]:
         assert [before.push(number, math.nan).refused for number in range(3)] == [1, 2, 3]
         before.client.close()
-        client = Client(before.client.connection.address, before.client.connection.endpoint.token, 0, patience=10.0)
+        client = Client(
+            LastingConnection(
+                before.client.connection.address, before.client.connection.endpoint.token, 0, patience=10.0
+            )
+        )
         worker = LocalSGDWorker(client, TensorReplica([("w", theta := torch.zeros(3))]))
         worker.begin(client.join(LAYOUT, before.spec))
         for moved, in_a_row in ((1.0, 0), (math.nan, 1), (1.0, 0)):

@@ -48,7 +48,7 @@ def test_a_server_that_says_nothing_for_a_while_is_waited_for(
         monkeypatch.setattr(server.service, "tick", slow_tick)
         assert busy.wait(10)
         with caplog.at_level(logging.WARNING):
-            client = Client(server.address, server.token, 0)
+            client = Client(LastingConnection(server.address, server.token, 0))
         watched = client.connection.channel.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
         assert watched == 1000 * server.service.membership.timeout > 0
         client.close()
@@ -103,7 +103,7 @@ def test_a_worker_that_starts_while_the_server_dies_waits_for_the_next_server(tm
     thread = threading.Thread(target=die)
     thread.start()
     assert connected.wait(10)
-    client = Client(f"127.0.0.1:{port}", "0" * 32, 0, patience=30.0)
+    client = Client(LastingConnection(f"127.0.0.1:{port}", "0" * 32, 0, patience=30.0))
     thread.join(10)
     client.close()
     started[0].stop()
@@ -120,11 +120,11 @@ def test_nobody_waits_for_a_server_that_will_not_come_or_that_is_none_of_ours() 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         with pytest.raises(ProtocolError) as error:
-            Client(address, "token", 0, patience=1e6)
+            Client(LastingConnection(address, "token", 0, patience=1e6))
         thread.join(10)
     assert exit_code(error.value) == USER_ERROR
     with pytest.raises(ExchangeError, match="no server at") as lost:
-        Client(address, "token", 0, patience=1e6, hopeless=lambda: True)
+        Client(LastingConnection(address, "token", 0, patience=1e6, hopeless=lambda: True))
     assert exit_code(lost.value) == LOST_SERVER
 
 
@@ -136,7 +136,7 @@ def test_a_server_that_never_says_anything_is_an_error(monkeypatch: pytest.Monke
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ExchangeError, match=f"the server at {address} says nothing"):
-            Client(address, "token", 0)
+            Client(LastingConnection(address, "token", 0))
 
 
 def test_an_introduction_is_answered_late_by_a_server_in_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_a_server_that_stays_away_is_lost_after_the_patience(monkeypatch: pytest
     monkeypatch.setattr(LastingConnection, "show_life", show_life)
     server = ThreadServer(1, tmp_path)
     try:
-        client = Client(server.address, server.token, 0, 0.1, lost.append)
+        client = Client(LastingConnection(server.address, server.token, 0, 0.1, lost.append))
         wait_until(lambda: bool(lost))
         client.close()
     finally:

@@ -32,6 +32,7 @@ from fairseq_async.options.addresses import ANY, LOOPBACK, is_loopback
 from fairseq_async.options.config import ServerOptions
 from fairseq_async.options.validation import split_address
 from fairseq_async.worker.connection.client import Client
+from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.start.invitation import invitation, own_command
 from fairseq_async.worker.start.meeting import Meeting, MeetingPlace, wait_until_it_listens
 from fairseq_async.worker.start.process import end_own_servers, own
@@ -171,7 +172,7 @@ class WorkerContext:
         number, patience = None if self.joins else self.worker, options.server_timeout
         try:
             tls, ended = _certificates(options), partial(_has_ended, process)
-            client = Client(address, token, number, patience, on_loss, tls, ended)
+            client = Client(LastingConnection(address, token, number, patience, on_loss, tls, ended))
         except AsyncError as error:
             if process is None:
                 raise
