@@ -80,6 +80,16 @@ def test_a_worker_that_becomes_four_times_slower_has_its_share_within_five_steps
     assert [workers.step() for _ in range(5)][-1] == [4, 4]
 
 
+def test_a_workers_time_is_that_of_its_last_five_steps() -> None:
+    """Also where it changes too little to be a jump."""
+    shares, now = Shares(4), 0.0
+    for seconds in [1.0] * 20 + [1.25] * 5:
+        number = shares.begin(0, now)
+        now += number * seconds
+        shares.arrive(0, now)
+    assert shares.state_dict()["took"] == {0: [1.25] * 5}
+
+
 def test_who_leaves_hands_over_its_share_and_who_joins_begins_with_the_mean() -> None:
     workers = Clocked(1.0, 1.0, 1.0)
     for _ in range(4):

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.protocol import Assignment, Push, PushReply, Report, Status, Welcome
+from fairseq_async.worker import batches
 from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.batches import BatchDigest
 from fairseq_async.worker.hybrid import HybridWorker
@@ -287,3 +288,15 @@ def test_the_first_batch_of_a_step_depends_on_the_step_alone() -> None:
         at: Any = SimpleNamespace(sequence=sequence, shard=3, offset=offset, done=done, first_micro_batch=None)
         drawn.append([counter.next(at) for _ in range(2)])
     assert drawn == [[(3, batch) for batch in step] for step in ([0, 1], [8, 9], [10, 11], [20, 21])]
+
+
+def test_of_a_large_batch_the_beginning_makes_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To hash all of it would cost as much as a step of a small model."""
+    monkeypatch.setattr(batches, "_BYTES", 64)
+    found = []
+    for end in (1.0, 2.0):
+        digest = BatchDigest()
+        for number in (1.0, 2.0):
+            digest.note(torch.tensor([number, *range(15), end]))
+        found.append(digest.take())
+    assert found[0] is not None and found[0] == found[1]
