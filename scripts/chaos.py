@@ -43,7 +43,7 @@ from fairseq_async.worker.connection.client import Client  # noqa: E402
 from fairseq_async.worker.connection.lasting_connection import LastingConnection  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from recipes.multi30k_en_de.presets import PRESETS, Size  # noqa: E402
-from recipes.steps import environment  # noqa: E402
+from recipes.steps import environment, run_main  # noqa: E402
 from recipes.training import Method, Training  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
@@ -386,4 +386,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fairseq_async.worker.connection.client import Client  # noqa: E402
 from fairseq_async.worker.connection.lasting_connection import LastingConnection  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from scripts.faults.adder import Adder  # noqa: E402
 from scripts.faults.fuzzer import Fuzzer, read_corpus, write_corpus  # noqa: E402
 from scripts.faults.thread_server import ThreadServer  # noqa: E402
@@ -68,4 +69,4 @@ def _resident() -> int:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

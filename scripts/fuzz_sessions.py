@@ -41,6 +41,7 @@ from fairseq_async.reporting.audit import audit  # noqa: E402
 from fairseq_async.worker.connection.client import Client  # noqa: E402
 from fairseq_async.worker.connection.lasting_connection import LastingConnection  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from scripts.bench.report import Report as Bench  # noqa: E402
 from scripts.faults.adder import LAYOUT, adder_spec  # noqa: E402
 from scripts.faults.digest import digest, read_snapshot  # noqa: E402
@@ -243,4 +244,4 @@ def without_sockets(report: Bench, messages: int, processes: int, seed: int, com
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

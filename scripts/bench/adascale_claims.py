@@ -23,6 +23,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from recipes.steps import run_main  # noqa: E402
 from scripts.bench.adascale_runs import POINTS, Optimizer, Outcome, Rule, Run, outcome  # noqa: E402
 from scripts.bench.batches import Batches, Name  # noqa: E402
 from scripts.bench.kept import Kept  # noqa: E402
@@ -191,4 +192,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fairseq_async.algorithms import adasum  # noqa: E402
 from fairseq_async.algorithms.lamb import Lamb  # noqa: E402
 from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from scripts.bench.batches import Batches, Name  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
@@ -149,4 +150,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

@@ -17,7 +17,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from recipes.steps import RecipeError  # noqa: E402
+from recipes.steps import RecipeError, run_main  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
 
@@ -58,4 +58,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

@@ -39,6 +39,7 @@ from fairseq_async.worker.hybrid import HybridWorker  # noqa: E402
 from fairseq_async.worker.overlap import local_sgd_worker  # noqa: E402
 from fairseq_async.worker.replica import TensorReplica  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 from scripts.bench.server_queue import Exchanges, Load, ServerQueue  # noqa: E402
 from scripts.bench.slow_server import SECONDS  # noqa: E402
@@ -261,4 +262,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
         work(*sys.argv[2:])
     else:
-        typer.run(main)
+        run_main(main)

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.server.rounds.look_ahead import LookAhead  # noqa: E402
 from recipes.c4_lm.simulated import C4  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from scripts.bench.kept import Kept  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
@@ -172,4 +173,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

@@ -22,6 +22,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from recipes.steps import run_main  # noqa: E402
 from recipes.training import Method, Training  # noqa: E402
 from recipes.translation import load_checkpoint  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
@@ -159,4 +160,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.errors import AsyncError, fail  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
-from recipes.steps import environment  # noqa: E402
+from recipes.steps import environment, run_main  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
 from scripts.bench.fragments_worker import Job, Measured, Reading, device_of, peak, received  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
@@ -118,4 +118,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

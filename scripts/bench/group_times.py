@@ -31,6 +31,7 @@ from fairseq_async.collective import AdaScale, AdasumState, adasum_hook  # noqa:
 from fairseq_async.collective.adascale import AdamNorm  # noqa: E402
 from fairseq_async.options.addresses import free_port  # noqa: E402
 from recipes.multi30k_en_de.presets import PRESETS, Size  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
 STATISTICS, HOOK = 0.05, 1.2
@@ -193,4 +194,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

@@ -36,6 +36,7 @@ from fairseq_async.simulation.problems import problem as problems  # noqa: E402
 from fairseq_async.simulation.trial import Trial  # noqa: E402
 from fairseq_async.simulation.workers import LogicalWorker, SharedModel  # noqa: E402
 from fairseq_async.worker.shards import BatchKey, ShardOrder, shard_sizes  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from scripts.bench.kept import Kept  # noqa: E402
 from scripts.bench.report import Report, perplexity  # noqa: E402
 from scripts.bench.staleness import NoGradients  # noqa: E402
@@ -286,4 +287,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import fairseq_async.deepspeed_plugin as deepspeed_async  # noqa: E402
 from fairseq_async.options.addresses import free_port  # noqa: E402
 from recipes.c4_lm.simulated import C4  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
@@ -114,4 +115,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

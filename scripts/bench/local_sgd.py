@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.options.addresses import free_port  # noqa: E402
 from recipes.c4_lm.models import SEQUENCE  # noqa: E402
-from recipes.steps import RecipeError, console_script, run_step  # noqa: E402
+from recipes.steps import RecipeError, console_script, run_main, run_step  # noqa: E402
 from scripts.bench import bytes_moved, jobs  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
@@ -143,4 +143,4 @@ KEYS = ("seconds", "local steps", "staleness", "share waiting", "bytes per token
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

@@ -23,6 +23,7 @@ from fairseq_async.algorithms import (  # noqa: E402
     shard_probabilities,
 )
 from fairseq_async.server import ParameterServer  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
 LR, MOMENTUM, WORKERS, ROUNDS, LOCAL_STEPS, INNER_LR, SIZE = 0.7, 0.9, 4, 10, 5, 0.05, 10_000
@@ -116,4 +117,4 @@ def main(json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write t
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

@@ -18,6 +18,7 @@ from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.overlap import local_sgd_worker  # noqa: E402
 from fairseq_async.worker.replica import TensorReplica  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from scripts.bench import exchange_times, jobs  # noqa: E402
 from scripts.bench.memory import UPDATES, WORKERS, Memory, server_rows  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
@@ -63,4 +64,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

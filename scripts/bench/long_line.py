@@ -30,6 +30,7 @@ from fairseq_async.protocol import (
 from fairseq_async.worker.connection.client import Client  # noqa: E402
 from fairseq_async.worker.connection.lasting_connection import LastingConnection  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 from scripts.faults.hosts import Cable, other_host  # noqa: E402
 from scripts.faults.sgd_server import sgd_spec  # noqa: E402
@@ -112,4 +113,4 @@ if __name__ == "__main__":
         address, token, *numbers = sys.argv[2:]
         work(address, token, *map(int, numbers))
     else:
-        typer.run(main)
+        run_main(main)

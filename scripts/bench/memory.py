@@ -31,7 +31,7 @@ from fairseq_async.worker.connection.client import Client  # noqa: E402
 from fairseq_async.worker.connection.lasting_connection import LastingConnection  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from recipes import training  # noqa: E402
-from recipes.steps import RecipeError  # noqa: E402
+from recipes.steps import RecipeError, run_main  # noqa: E402
 from recipes.training import Method, Training  # noqa: E402
 from scripts.bench import exchange_times, jobs  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
@@ -265,4 +265,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

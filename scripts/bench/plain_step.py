@@ -21,6 +21,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from recipes.steps import run_main  # noqa: E402
 from recipes.training import Method, Training  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
 from scripts.bench.gpu_training import BASE, FASTEST  # noqa: E402
@@ -131,4 +132,4 @@ if __name__ == "__main__":
         sys.argv[0] = "fairseq-train"
         cli_main()
     else:
-        typer.run(main)
+        run_main(main)

@@ -19,7 +19,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from recipes.multi30k_en_de.presets import Size  # noqa: E402
-from recipes.steps import RecipeError, environment  # noqa: E402
+from recipes.steps import RecipeError, environment, run_main  # noqa: E402
 from recipes.training import Method  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
@@ -159,4 +159,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.replay.replay import Recording, Replay, quiet  # noqa: E402
 from recipes.made_up_pair.run import SETTINGS  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from recipes.training import Method, Training  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
@@ -73,4 +74,4 @@ def replay(recording: Recording) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, Update  # noqa: E402
 from fairseq_async.simulation.cluster import Cluster, Distribution  # noqa: E402
 from fairseq_async.simulation.costs import Costs, NetworkLink  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 from scripts.bench.server_queue import Exchanges, ServerQueue  # noqa: E402
 from scripts.bench.sizing import assumed_costs  # noqa: E402
@@ -131,4 +132,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

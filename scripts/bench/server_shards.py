@@ -31,6 +31,7 @@ from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, Param
 from fairseq_async.server.parameter_server import ParameterServer  # noqa: E402
 from fairseq_async.server.programs import gradient_main, local_sgd_main  # noqa: E402
 from fairseq_async.server.shards.build import build_sharded, close_shards, shared_copy  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
 BOUND = 1.6
@@ -121,4 +122,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

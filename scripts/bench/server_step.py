@@ -29,6 +29,7 @@ from fairseq_async.protocol import Layout  # noqa: E402
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup  # noqa: E402
 from fairseq_async.server.parameter_server import ParameterServer  # noqa: E402
 from fairseq_async.server.programs import gradient_main, local_sgd_main  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
 TENSORS = 24
@@ -141,4 +142,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

@@ -36,6 +36,7 @@ from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, Param
 from fairseq_async.worker.connection.client import Client  # noqa: E402
 from fairseq_async.worker.connection.lasting_connection import LastingConnection  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
 SERVER = "fairseq_async.server.programs.gradient_main"
@@ -158,4 +159,4 @@ def train(number: int, address: str, token: str, layout: Layout, spec: MethodSpe
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

@@ -28,6 +28,7 @@ from fairseq_async.simulation import experiment as experiments  # noqa: E402
 from fairseq_async.simulation.problems import problem as problems  # noqa: E402
 from fairseq_async.simulation.trial import Trial  # noqa: E402
 from fairseq_async.worker.shards import ShardOrder, shard_sizes  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 from scripts.bench.staleness import NoGradients  # noqa: E402
 
@@ -158,4 +159,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

@@ -30,6 +30,7 @@ from fairseq_async.reporting.capacity_question import Question, check_run, pairs
 from fairseq_async.reporting.exchange_bytes import of_codecs  # noqa: E402
 from fairseq_async.simulation.cluster import WIDEST, Cluster, Distribution, Seconds, Speed, Trace  # noqa: E402
 from fairseq_async.simulation.costs import Costs  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from scripts.bench.server_queue import Exchanges, Load, ServerQueue  # noqa: E402
 
 _ADAM, _OUTER = 10e-9, 4e-9  # assumed seconds per parameter of the server, measured on one core
@@ -323,4 +324,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

@@ -33,7 +33,7 @@ from fairseq_async.environment import WORKERS as ANNOUNCED  # noqa: E402
 from fairseq_async.errors import ConfigurationError, fail  # noqa: E402
 from fairseq_async.records.events import Event  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
-from recipes.steps import RecipeError, environment  # noqa: E402
+from recipes.steps import RecipeError, environment, run_main  # noqa: E402
 from scripts.bench.kept import Kept  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 from scripts.bench.slow_line_worker import WORKERS, Curve, Job  # noqa: E402
@@ -316,4 +316,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

@@ -37,6 +37,7 @@ from fairseq_async.simulation.schedule import LearningRate  # noqa: E402
 from fairseq_async.simulation.trial import Trial  # noqa: E402
 from fairseq_async.simulation.workers import LogicalWorker, SharedModel  # noqa: E402
 from fairseq_async.worker.shards import BatchKey, ShardOrder, shard_sizes  # noqa: E402
+from recipes.steps import run_main  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
 
 _FEWEST = 40  # steps: the first look is at an eighth of them, and goes 4 versions back
@@ -219,4 +220,4 @@ def _row(name: str, losses: list[dict[str, float]]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

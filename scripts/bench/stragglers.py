@@ -18,7 +18,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from recipes.multi30k_en_de.presets import PRESETS, Size  # noqa: E402
-from recipes.steps import RecipeError  # noqa: E402
+from recipes.steps import RecipeError, run_main  # noqa: E402
 from recipes.training import Method, Training, statistics  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
@@ -117,4 +117,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)
