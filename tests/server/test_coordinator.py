@@ -119,6 +119,14 @@ def test_a_grace_period_ends_at_its_deadline() -> None:
     assert run.coordinator.deadline is None and run.tick(13.0) == Outcome()
 
 
+def test_a_grace_period_ends_with_the_run() -> None:
+    """Else the server would look at its clock all the time from the deadline on."""
+    run = local(grace=2.0)
+    run.steps(0, 10, now=10.0)
+    run.coordinator.end(now=11.0)
+    assert run.coordinator.deadline is None
+
+
 def test_a_grace_period_ends_when_all_are_there() -> None:
     run = local(grace=2.0)
     run.steps(0, 10, now=10.0)
