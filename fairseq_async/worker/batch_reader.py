@@ -1,5 +1,6 @@
 """Reads batches by their keys; loader processes make the following ones ahead."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import torch
@@ -28,7 +29,7 @@ class BatchReader:
         pin_memory: bool,
         following: Callable[[BatchKey], BatchKey],
     ) -> None:
-        self._keys, self._following = _KeysAhead(following), following
+        self._keys = _KeysAhead(following)
         self._loader = DataLoader(
             batches,
             batch_size=None,  # a sample is a whole batch
@@ -39,28 +40,32 @@ class BatchReader:
             generator=torch.Generator(),  # it seeds the processes; torch's own would move the model's dropout on
         )
         self._batches: Iterator[tuple[BatchKey, object]] | None = None
-        self._expected: BatchKey | None = None
 
     def read(self, key: BatchKey) -> object:
         """Returns the batch of this key."""
-        if key != self._expected:
+        if key not in self._keys.ahead:
             self._keys.following = key
         if self._batches is None:
             self._batches = iter(self._loader)
-        self._expected = self._following(key)
-        return next(batch for made, batch in self._batches if tuple(made) == key)  # pinning makes a list of a tuple
+        return next(batch for _, batch in self._batches if self._keys.ahead.popleft() == key)
 
 
 class _KeysAhead(Sampler[BatchKey]):
-    """Yields the keys that are expected next, without end."""
+    """Yields the keys that are expected next, without end.
+
+    Attributes:
+        ahead: the keys whose batches are still to be read. What is expected may have changed since they were yielded.
+    """
 
     def __init__(self, after: Callable[[BatchKey], BatchKey]) -> None:
         self.following, self._after = (0, 0), after
+        self.ahead: deque[BatchKey] = deque()
 
     def __iter__(self) -> Iterator[BatchKey]:
         while True:
             key = self.following
             self.following = self._after(key)
+            self.ahead.append(key)
             yield key
 
 
