@@ -78,13 +78,14 @@ def launch(
 ) -> None:
     """Train one job with several workers on this machine: fairseq-train, or a script that calls fairseq_async."""
     from fairseq_async.launch.command.programs import is_fairseq, numbers_of_ranks  # start-up time
-    from fairseq_async.launch.start import Launch, launch_fairseq, launch_script
+    from fairseq_async.launch.options import LaunchOptions
+    from fairseq_async.launch.start import launch_fairseq, launch_script
 
     restarts = _MAX_RESTARTS if max_restarts is None else max_restarts
     asynchronous = {"--slowdown": slowdown, "--max-restarts": max_restarts, "--host": host, "--token-file": token_file}
     asynchronous |= {"--ranks-per-worker": None if ranks_per_worker == "1" else ranks_per_worker}
     given = [flag for flag, value in (asynchronous | {"--tls": tls}).items() if value not in (None, "")]
-    options = Launch(
+    options = LaunchOptions(
         workers=workers,
         ranks=numbers_of_ranks(ranks_per_worker, workers),
         slowdown=_factors(slowdown),

@@ -2,7 +2,6 @@
 
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from fairseq_async.environment import RENDEZVOUS, SLOWDOWN, TLS, TOKEN, WORKER, WORKERS
@@ -13,6 +12,7 @@ from fairseq_async.launch.command.command import WorkerCommand
 from fairseq_async.launch.command.script import ScriptCommand
 from fairseq_async.launch.error_lines import same_mistake, traceback
 from fairseq_async.launch.interrupted import has_snapshot, what_is_kept
+from fairseq_async.launch.options import LaunchOptions
 from fairseq_async.launch.processes import Processes, RunFailedError, Worker, failure, interrupt_on_signals
 from fairseq_async.launch.progress.display import Display
 from fairseq_async.launch.progress.progress import Progress
@@ -28,43 +28,21 @@ _LEAVING = 5.0  # seconds for the other workers to end; one that does not end by
 
 
 class Launcher:
-    """Starts a server and ``workers`` times the same command, restarts workers that die, and ends everything.
+    """Starts a server and, for each worker, the same command, restarts workers that die, and ends everything.
 
     For a script, the server is started when the script's worker 0 has asked for it.
-
-    Args:
-        slowdown: a slowdown factor for each worker, for experiments; empty for none.
-        max_restarts: how often each worker may be started again.
-        port: the server's port; 0 takes a free one.
-        host: the address on which the server listens.
-        token_file: file with the run's token, for workers that join from other machines; None makes a new token.
-        tls: directory of the certificates with which connections are encrypted; None for none.
-        ranks: number of ranks of each worker.
 
     Raises:
         ConfigurationError: the token or the certificates cannot be read.
     """
 
-    def __init__(
-        self,
-        command: WorkerCommand | ScriptCommand,
-        workers: int,
-        slowdown: Sequence[float],
-        max_restarts: int,
-        port: int,
-        host: str = LOOPBACK,
-        token_file: Path | None = None,
-        tls: Path | None = None,
-        ranks: Sequence[int] = (),
-    ) -> None:
-        if tls is not None:
-            worker_context(tls)
-        self.tls = None if tls is None else tls.resolve()
-        self.slowdown = slowdown or [1.0] * workers
-        self.host, self.token_file = host, token_file
-        self.token = read_token(token_file) if token_file else new_token()
-        self.command, self.max_restarts, self.port = command, max_restarts, port
-        self.processes = Processes(command, workers, ranks)
+    def __init__(self, command: WorkerCommand | ScriptCommand, options: LaunchOptions) -> None:
+        if options.tls is not None:
+            worker_context(options.tls)
+        self.command, self.options = command, options
+        self.tls = None if options.tls is None else options.tls.resolve()
+        self.token = read_token(options.token_file) if options.token_file else new_token()
+        self.processes = Processes(command, options.workers, options.ranks)
         self.run_dir = command.run_dir
         self.server: ServerProcess | None = None
         self._created = CreatedFiles(self.run_dir)
@@ -117,22 +95,22 @@ class Launcher:
         except ConfigurationError:
             self._created.remove_directories()
             raise
-        token_file = self.token_file or self.server.token_file
+        token_file = self.options.token_file or self.server.token_file
         self.display.say(invitation(self.server.address, token_file.resolve(), self.command.given, self.tls))
 
     def _new_server(self, wanted: ServerRequest) -> ServerProcess:
-        given = f"address {self.host}:{self.port} (--host)"
-        if self.host == LOOPBACK:
-            given = f"port {self.port} (--port)"
+        given = f"address {self.options.host}:{self.options.port} (--host)"
+        if self.options.host == LOOPBACK:
+            given = f"port {self.options.port} (--port)"
         return ServerProcess(
             wanted.module,
             len(self.processes.workers),
             self.run_dir,
             self.run_dir / "logs" / "server.log",
-            self.port,
-            self.host,
+            self.options.port,
+            self.options.host,
             self.token,
-            restarts=self.max_restarts,
+            restarts=self.options.max_restarts,
             resumes=self.command.resumes,
             tls=self.tls,
             run_dir_option=wanted.run_dir_option,
@@ -164,7 +142,7 @@ class Launcher:
             TOKEN: self.token,
             WORKER: str(worker.id),
             WORKERS: str(len(self.processes.workers)),
-            SLOWDOWN: str(self.slowdown[worker.id]),
+            SLOWDOWN: str(self.options.slowdown[worker.id] if self.options.slowdown else 1.0),
         }
         if self.tls is not None:
             variables[TLS] = str(self.tls)
@@ -213,13 +191,13 @@ class Launcher:
         unseen = not progress.unread and progress.updates[worker.id] == worker.updates_at_start
         hopeless = code > 0 and unseen and not finished
         mistaken = code == USER_ERROR or hopeless or same_mistake(worker.last_words, said)
-        if (mistaken and code != LOST_SERVER) or worker.restarts >= self.max_restarts:
+        if (mistaken and code != LOST_SERVER) or worker.restarts >= self.options.max_restarts:
             if may_be_left_out and worker.id > 0:
                 return self._give_up(worker)
             raise self._failure(worker)
         worker.restarts, worker.last_words = worker.restarts + 1, said
         how = f"{manner(code)}: {said}" if said else manner(code)
-        self.display.say(f"worker {worker.id} {how}; start {worker.restarts} of {self.max_restarts} again")
+        self.display.say(f"worker {worker.id} {how}; start {worker.restarts} of {self.options.max_restarts} again")
         if finished and self.server is not None:
             self.server.over.clear()  # until the worker has come, and left again
             self._ending = None

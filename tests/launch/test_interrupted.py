@@ -15,6 +15,7 @@ import torch
 from fairseq_async.launch.command.command import WorkerCommand
 from fairseq_async.launch.interrupted import what_is_kept
 from fairseq_async.launch.launcher import Launcher
+from fairseq_async.launch.options import LaunchOptions
 from fairseq_async.launch.progress.progress import Progress
 from fairseq_async.method.spec import OPTIMIZER_OVERRIDES, JsonObject
 from fairseq_async.records.created_files import CreatedFiles
@@ -316,7 +317,7 @@ def test_a_script_that_has_nothing_to_go_on_from_is_said_to_begin(
     """As after a run that was finished: its parameters are trained again from the first step."""
     said: list[str] = []
     launcher = cast(Any, Launcher.__new__(Launcher))
-    launcher.tls = launcher.token_file = None
+    launcher.tls, launcher.options = None, LaunchOptions(1, max_restarts=0)
     launcher.display = SimpleNamespace(say=said.append)
     launcher.command = SimpleNamespace(rendezvous=object(), resumes=True, given=["train.py"])
     server = SimpleNamespace(token_file=tmp_path / ".token", address="127.0.0.1:1")

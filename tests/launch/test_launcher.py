@@ -23,6 +23,7 @@ from fairseq_async.launch import processes as processes_module
 from fairseq_async.launch.command.command import WorkerCommand
 from fairseq_async.launch.command.script import ScriptCommand
 from fairseq_async.launch.launcher import Launcher
+from fairseq_async.launch.options import LaunchOptions
 from fairseq_async.launch.processes import RunFailedError, Worker, interrupt_on_signals
 from tests.helpers.commands import HYBRID, MODEL, ROOT, Processes, command, free_port, launch_command
 from tests.helpers.launched import count, find, server_of, worker_of
@@ -93,7 +94,7 @@ def test_a_worker_is_started_again_as_often_as_it_may_and_for_a_mistake_at_most_
     """Its server may be away before its first update: with another exit code, a worker that ends then has made a
     mistake, and so has one that ends twice with the same words."""
     script = ScriptCommand(["python", __file__], tmp_path, resumes=False)
-    launcher = Launcher(script, 1, [], max_restarts=2, port=0)
+    launcher = Launcher(script, LaunchOptions(1, max_restarts=2))
     launcher.display, started = MagicMock(), list[Worker]()
     launcher.display.progress = MagicMock(updates={0: updates}, unread=False)
     (worker,) = launcher.processes.workers
@@ -115,7 +116,7 @@ def test_what_a_dead_worker_has_left_is_killed_before_another_takes_its_place(
 ) -> None:
     """A data loader would go on with a copy of all that the worker had open."""
     script = ScriptCommand(["sh", "-c", f"sleep 60 & echo $!; exit {LOST_SERVER}"], tmp_path, resumes=False)
-    launcher, left = Launcher(script, 1, [], max_restarts=1, port=0), list[bool]()
+    launcher, left = Launcher(script, LaunchOptions(1, max_restarts=1)), list[bool]()
     launcher.display, launcher.server = MagicMock(), MagicMock() if finished else None
     (worker,) = launcher.processes.workers
     launcher.processes.start(worker, None, {})

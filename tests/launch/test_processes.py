@@ -19,6 +19,7 @@ from fairseq_async.launch import ranks
 from fairseq_async.launch.command.programs import of_ranks
 from fairseq_async.launch.command.script import ScriptCommand
 from fairseq_async.launch.launcher import Launcher
+from fairseq_async.launch.options import LaunchOptions
 from fairseq_async.launch.processes import Processes, RunFailedError, Worker, failure
 from fairseq_async.worker.start.rendezvous import Rendezvous, ServerRequest
 from tests.helpers.waiting import group_has_ended, has_ended, wait_until
@@ -26,7 +27,7 @@ from tests.helpers.waiting import group_has_ended, has_ended, wait_until
 
 def launcher_of(directory: Path, workers: int, *line: str, slowdown: tuple[float, ...] = ()) -> Launcher:
     script = ScriptCommand(list(line or ["true"]), directory, resumes=False)
-    made = Launcher(script, workers, slowdown, max_restarts=2, port=0)
+    made = Launcher(script, LaunchOptions(workers, max_restarts=2, slowdown=slowdown))
     made.display, made.server = MagicMock(), MagicMock()
     return made
 
