@@ -100,8 +100,7 @@ class Coordinator:
         """Returns the answer to a worker, with its next work; the work begins now."""
         assignment = replace(self.plan.assign(worker), look_ahead=self.look_ahead.of(worker))
         if self.shares.micro_batches:
-            number, sequence = self.shares.begin(worker, now), self.server.sequences.get(worker, -1) + 1
-            first = self.shares.dealer.deal(worker, sequence, number)
+            first, number = self.shares.deal(worker, self.server.sequences.get(worker, -1) + 1, now)
             assignment = replace(assignment, micro_batches=number, first_micro_batch=first)
         self.waiting.begin_work(worker, now, assignment.micro_batches or 1)
         return Instruction(worker, receipt, assignment, self.finished)

@@ -64,7 +64,7 @@ def loops_of(worker: int, average: int, given: Sequence[int], dealt: bool) -> li
     def begin() -> int:
         now = given if position.sequence else [average] * 2
         if dealt:
-            numbers = [dealer.deal(each, position.sequence, now[each]) for each in (0, 1)]
+            numbers = [dealer.deal(each, position.sequence, now[each])[0] for each in (0, 1)]
             position.first_micro_batch, position.micro_batches = numbers[worker], now[worker]
         return now[worker]
 

@@ -65,7 +65,7 @@ def test_workers_of_equal_speed_draw_fairseqs_own_parts_step_by_step(num_workers
 def test_whatever_the_shares_each_batch_of_a_pass_is_drawn_once_by_all_workers_together() -> None:
     """Gradients of six batches and of two, which do not come in turn: one reaches into the third pass."""
     dealer, drawn = Dealer(2, 4), []
-    positions = [at(dealer.deal(worker, 0, 4), 4) for worker in (0, 1)]
+    positions = [at(*dealer.deal(worker, 0, 4)) for worker in (0, 1)]
     both = [DealtEpochs(iterator(), position, 2, 4, 0) for position in positions]
     begun = [epochs.next_epoch_itr() for epochs in both]
     ends = []
@@ -75,8 +75,8 @@ def test_whatever_the_shares_each_batch_of_a_pass_is_drawn_once_by_all_workers_t
             ends.append((worker, epochs.epoch))
             begun[worker] = epochs.next_epoch_itr()
         drawn += [next(begun[worker])[0] for _ in range(position.micro_batches)]
-        position.sequence, position.micro_batches = position.sequence + 1, (6, 2)[worker]
-        position.first_micro_batch = dealer.deal(worker, position.sequence, position.micro_batches)
+        position.sequence += 1
+        position.first_micro_batch, position.micro_batches = dealer.deal(worker, position.sequence, (6, 2)[worker])
     first = [batch for batch in drawn if batch and batch[0] < 2000]
     second = [batch for batch in drawn if batch and 2000 <= batch[0] < 3000]
     assert sorted(first) == [[1000 + number] for number in range(BATCHES)]

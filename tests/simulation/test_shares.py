@@ -124,20 +124,33 @@ def test_where_all_take_too_long_each_has_the_mean_again() -> None:
 
 def test_batches_are_dealt_in_one_order_and_again_to_who_comes_back_without_a_gradient() -> None:
     dealer = Dealer(2, 4)
-    assert [dealer.deal(worker, 0, 4) for worker in (1, 0)] == [4, 0], "whoever comes first has the batches of its part"
-    assert [dealer.deal(0, 1, 6), dealer.deal(1, 1, 2), dealer.deal(0, 2, 6)] == [8, 14, 16]
+    assert [dealer.deal(worker, 0, 4)[0] for worker in (1, 0)] == [4, 0], (
+        "whoever comes first has the batches of its part"
+    )
+    assert [dealer.deal(0, 1, 6), dealer.deal(1, 1, 2), dealer.deal(0, 2, 6)] == [(8, 6), (14, 2), (16, 6)]
     again = Dealer(2, 4)
     again.load_state_dict(dealer.state_dict())
-    assert [again.deal(0, 2, 6), again.deal(1, 1, 1), again.deal(2, 0, 4), again.deal(1, 1, 3)] == [16, 14, 22, 26]
+    assert [again.deal(0, 2, 6), again.deal(1, 1, 1), again.deal(2, 0, 4)] == [(16, 6), (14, 2), (22, 4)]
+    assert [again.deal(1, 1, 3), again.deal(1, 2, 3)] == [(14, 2), (26, 3)], "what was dealt is not left out"
+
+
+def test_a_worker_that_comes_back_has_the_batches_that_it_was_dealt_and_no_more() -> None:
+    """The server has forgotten its speed, as of all workers at the end of a run that goes on later."""
+    workers = Clocked(1.0, 3.0)
+    assert [workers.step() for _ in range(4)][-1] == [6, 2]
+    assert [workers.shares.deal(worker, 0, 0.0) for worker in (0, 1)] == [(4, 6), (10, 2)]
+    workers.shares.remove_worker(1)
+    assert workers.shares.deal(1, 0, 100.0) == (10, 2) and workers.shares.begun[1] == (100.0, 2)
+    assert workers.shares.deal(1, 1, 200.0) == (12, 4)
 
 
 def test_a_run_that_goes_on_with_more_workers_trains_no_first_batch_again() -> None:
     """The third worker is new. The second one of two had not begun when the state was saved."""
     before, after = Dealer(2, 4), Dealer(3, 4)
-    assert [before.deal(0, 0, 4), before.deal(0, 1, 4)] == [0, 8]
+    assert [before.deal(0, sequence, 4)[0] for sequence in (0, 1)] == [0, 8]
     after.load_state_dict(before.state_dict())
-    assert [after.deal(worker, 0, 4) for worker in (2, 1)] == [12, 4]
-    assert after.deal(0, 2, 4) == 16
+    assert [after.deal(worker, 0, 4)[0] for worker in (2, 1)] == [12, 4]
+    assert after.deal(0, 2, 4) == (16, 4)
 
 
 def test_the_order_has_the_batches_of_each_part_in_turn_step_after_step() -> None:

@@ -22,19 +22,20 @@ class Dealer:
         self._reserved = set(range(workers))  # parts whose first batches no worker has had yet
         self._dealt: dict[int, tuple[int, int, int]] = {}  # of each worker: sequence, first batch and number of batches
 
-    def deal(self, worker: int, sequence: int, number: int) -> int:
-        """Returns the number, in the order, of the first batch of a worker's gradient ``sequence``. If the worker has
-        not sent that gradient since it was dealt batches for it, these are dealt again."""
+    def deal(self, worker: int, sequence: int, number: int) -> tuple[int, int]:
+        """Returns the number, in the order, of the first batch of a worker's gradient ``sequence``, and how many they
+        are. If the worker has not sent that gradient since it was dealt batches for it, these are dealt again, however
+        many it would be given now."""
         dealt = self._dealt.get(worker)
-        if dealt is not None and dealt[0] == sequence and number <= dealt[2]:
-            return dealt[1]
+        if dealt is not None and dealt[0] == sequence:
+            return dealt[1:]
         if worker in self._reserved and number <= self.micro_batches:
             self._reserved.remove(worker)
             first = worker * self.micro_batches
         else:
             first, self._next = self._next, self._next + number
         self._dealt[worker] = sequence, first, number
-        return first
+        return first, number
 
     def state_dict(self) -> State:
         return {"next": self._next, "reserved": sorted(self._reserved), "dealt": self._dealt}

@@ -47,6 +47,13 @@ class Shares:
         self.begun[worker] = self.begun.get(worker, (now, 0))[0], number  # asked again without a gradient: the first
         return number
 
+    def deal(self, worker: int, sequence: int, now: float) -> tuple[int, int]:
+        """Returns the first micro-batch of the work that a worker begins now, its gradient ``sequence``, and their
+        number."""
+        first, number = self.dealer.deal(worker, sequence, self.begin(worker, now))
+        self.begun[worker] = self.begun[worker][0], number
+        return first, number
+
     def arrive(self, worker: int, now: float) -> None:
         """Measures with a worker's gradient that has come."""
         since, number = self.begun.pop(worker, (now, 0))
