@@ -13,16 +13,11 @@ from fairseq_async.worker.connection.compressor import Compressor
 
 @dataclass
 class JoinDetails:
-    """What a worker tells of itself when it joins, besides its model and its method.
+    """What a worker tells of itself when it joins, besides its model and its method; the others go into its
+    :class:`~fairseq_async.protocol.Hello`, which describes them.
 
     Attributes:
-        untrained: checksum of the model's parameters that are not trained; empty where there are none.
-        buffers: checksum of its buffers that training does not change; likewise.
-        unsaved: sketches of the buffers that the model does not save, by name and shape.
         moments: checksum of the moments that its optimizers have from steps before the run; empty where they have none.
-        any_length: whether the run's number of steps is worker 0's, if this worker's is another.
-        by_script: whether the script divides the data, and the same first batch of two workers is an error.
-        gpu: name of the model's GPU, where the server may be; empty where this process cannot share memory there.
     """
 
     untrained: str = ""
