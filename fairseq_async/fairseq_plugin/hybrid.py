@@ -88,7 +88,9 @@ class HybridTrainer(AsynchronousTrainer):
 
     def _in_order(self, iterator: FairseqObject) -> FairseqObject:
         cached = self.task.dataset_to_epoch_iter.get(self.task.dataset(self.cfg.dataset.train_subset)) is iterator
-        if self.worker.first_micro_batch is None or self._own_part or not can_be_dealt(iterator, cached):
+        if self.worker.first_micro_batch is None or self._own_part or not self.session.can_deal:
+            return iterator
+        if not can_be_dealt(iterator, cached):
             return iterator
         workers, average = self.session.context.workers, self.session.spec.micro_batches
         return DealtEpochs(iterator, self.worker, workers, average, self.cfg.dataset.curriculum)

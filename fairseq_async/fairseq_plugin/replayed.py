@@ -138,6 +138,7 @@ class ReplayedSession:
     spec: MethodSpec
     client: RecordedClient
     given: StateDict = field(default_factory=dict)
+    can_deal: bool = True
 
 
 class ReplayedWorker:

@@ -76,7 +76,7 @@ class Main:
         self.module.get_valid_stats = partial(note_validation, fairseqs_stats)  # type: ignore[attr-defined]
         try:
             _check_trainer(fairseqs_trainer, cfg)
-            with _run(METHODS[cfg.optimizer.optimizer], cfg) as trainer:
+            with _run(METHODS[cfg.optimizer.optimizer], cfg, fairseqs_iterators is not None) as trainer:
                 self.module.Trainer = trainer  # type: ignore[attr-defined]
                 self.main(cfg, **kwargs)
         except AsyncError as error:
@@ -109,14 +109,21 @@ def _main_of_spawned_process() -> Main:
     return Main(module, module.main)
 
 
-def _run(method: Method, cfg: FairseqConfig) -> AbstractContextManager[_TrainerClass]:
-    """Returns a context manager that gives the trainer class for fairseq's ``main``, which runs inside it."""
-    return _asynchronous_run(method, cfg) if isinstance(method, AsynchronousMethod) else _synchronous_run(method, cfg)
+def _run(method: Method, cfg: FairseqConfig, groups: bool) -> AbstractContextManager[_TrainerClass]:
+    """Returns a context manager that gives the trainer class for fairseq's ``main``, which runs inside it.
+
+    Args:
+        groups: whether ``main`` groups batches as :func:`with_dealt` has it.
+    """
+    if isinstance(method, SynchronousMethod):
+        return _synchronous_run(method, cfg)
+    return _asynchronous_run(method, cfg, groups)
 
 
 @contextmanager
-def _asynchronous_run(method: AsynchronousMethod, cfg: FairseqConfig) -> Iterator[_TrainerClass]:
+def _asynchronous_run(method: AsynchronousMethod, cfg: FairseqConfig, groups: bool) -> Iterator[_TrainerClass]:
     session = WorkerSession(method, cfg)
+    session.can_deal = groups
     try:
         yield partial(method.trainer, session)
         session.end()
@@ -142,7 +149,10 @@ class WorkerSession:
         context: which worker this is.
         client: the connection to the server.
         spec: the method's description, on which all workers must agree.
+        can_deal: whether fairseq's loop takes batches in the order in which the server deals them.
     """
+
+    can_deal = False
 
     def __init__(self, method: AsynchronousMethod, cfg: FairseqConfig) -> None:
         self.arguments: Namespace = cfg.optimizer

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fairseq_async.records.events import read_events  # noqa: E402
 from recipes.multi30k_en_de.presets import Preset  # noqa: E402
-from recipes.steps import RecipeError  # noqa: E402
+from recipes.steps import RecipeError, run_main  # noqa: E402
 from recipes.training import Method, Training, statistics  # noqa: E402
 from scripts.bench import jobs  # noqa: E402
 from scripts.bench.report import Report  # noqa: E402
@@ -147,4 +147,4 @@ def runs_of(data: Path, out: Path, seconds: float, shards: int, workers: int) ->
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_main(main)

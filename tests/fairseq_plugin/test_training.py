@@ -10,8 +10,10 @@ import pytest
 import torch
 from fairseq.data.iterators import GroupedIterator
 from fairseq.trainer import Trainer
+from fairseq_cli import train
 from torch import Tensor
 
+from fairseq_async.fairseq_plugin.compat.dealt import DEALT
 from fairseq_async.fairseq_plugin.replayed import FairseqRun
 from fairseq_async.replay import Recording, Replay
 from tests.helpers.commands import HYBRID, MODEL, PACKAGE, Processes, command, synchronous
@@ -262,6 +264,22 @@ def test_before_speeds_are_known_shares_change_no_bit(launch: Launch, tmp_path: 
         assert "validation at update 3" in output
     differences = relative_differences(tmp_path / "auto/checkpoint1.pt", tmp_path / "equal/checkpoint1.pt")
     assert set(differences.values()) == {0.0}
+
+
+def test_a_script_that_groups_batches_itself_draws_from_each_workers_part(
+    processes: Processes, data: Path, tmp_path: Path
+) -> None:
+    """Its groups are counted before the server deals."""
+    script, usual = tmp_path / "own.py", "from fairseq.data import data_utils, iterators"
+    text = Path(train.__file__).read_text()
+    assert usual in text
+    own = "from fairseq.data import data_utils\nfrom fairseq.data.iterators import GroupedIterator"
+    script.write_text(text.replace(usual, own).replace("iterators.GroupedIterator", "GroupedIterator"))
+    flags = ["--user-dir", PACKAGE, *HYBRID, "--shares", "auto", "--update-freq", 4, "--max-epoch", 2]
+    start = [command("torchrun"), "--standalone", "--nproc-per-node", 2, script, data]
+    code, output = processes.run([*start, *MODEL, *flags, "--save-dir", tmp_path / "run"])
+    assert code == 0 and (tmp_path / "run/checkpoint2.pt").exists(), output
+    assert not [event for event in events(tmp_path / "run") if DEALT in event["position"]]
 
 
 def test_shares_go_on_with_the_parts_of_a_run_without_them_unless_the_data_is_reset(
