@@ -83,14 +83,15 @@ def test_adasum_of_ranks_that_share_a_gpu_is_the_tree() -> None:
     torch.multiprocessing.spawn(_adasum_rank, (free_port(), "gloo"), nprocs=2)
 
 
-@pytest.mark.parametrize("method", ["hybrid_async", "adasum", "adascale"])
+@pytest.mark.parametrize("method", ["hybrid_async", "hybrid_async --server-device cuda", "adasum", "adascale"])
 def test_two_workers_of_fairseq_share_a_gpu(processes: Processes, data: Path, tmp_path: Path, method: str) -> None:
     start = [command("fairseq-async"), "launch", "--workers", 2, "--", "fairseq-train", data, *MODEL, *ADAM]
-    code, output = processes.run([*start, "--save-dir", tmp_path, "--max-update", 8, "--optimizer", method, "--fp16"])
+    flags = ["--save-dir", tmp_path, "--max-update", 8, "--fp16", "--optimizer", *method.split()]
+    code, output = processes.run([*start, *flags])
     assert code == 0, output[-3000:]
     trained = load(tmp_path / "checkpoint_last.pt")
     assert trained["optimizer_history"][-1]["num_updates"] >= 8
-    if method == "hybrid_async":
+    if "hybrid_async" in method:
         assert {event["worker"] for event in events(tmp_path)} == {0, 1}
     else:
         assert "(rank 1)" in (tmp_path / "logs" / "worker-1.log").read_text()
