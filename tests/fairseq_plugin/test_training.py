@@ -278,14 +278,15 @@ def test_a_script_that_groups_batches_itself_draws_from_each_workers_part(
     flags = ["--user-dir", PACKAGE, *HYBRID, "--shares", "auto", "--update-freq", 4, "--max-epoch", 2]
     start = [command("torchrun"), "--standalone", "--nproc-per-node", 2, script, data]
     code, output = processes.run([*start, *MODEL, *flags, "--save-dir", tmp_path / "run"])
-    assert code == 0 and (tmp_path / "run/checkpoint2.pt").exists(), output
+    assert code == 0, output
+    assert sum(event["epochs"] for event in events(tmp_path / "run")) >= 2 - 1e-9
     assert not [event for event in events(tmp_path / "run") if DEALT in event["position"]]
 
 
 def test_shares_go_on_with_the_parts_of_a_run_without_them_unless_the_data_is_reset(
     launch: Launch, tmp_path: Path
 ) -> None:
-    """Each worker has 12 or 13 batches, and two in a step."""
+    """Each worker has 12 or 13 batches, and two in a step, or as many as their speeds on a busy machine say."""
     equal, auto = ["--shares", "equal"], ["--shares", "auto"]
     parts = [equal, 3], [auto, 5], [[*auto, "--reset-dataloader"], 7]
     last = []
@@ -295,5 +296,7 @@ def test_shares_go_on_with_the_parts_of_a_run_without_them_unless_the_data_is_re
         last.append(events(tmp_path)[-2:])
     before, own_part, anew = last
     assert {event["position"]["iterations_in_epoch"] for event in before} == {3 * 2}
-    assert {event["position"]["iterations_in_epoch"] for event in own_part} == {5 * 2}
-    assert sorted(event["offset"] for event in anew) == [4, 6]
+    assert sum(event["position"]["iterations_in_epoch"] for event in own_part) == 2 * 5 * 2
+    assert not [event for event in (*before, *own_part) if DEALT in event["position"]]
+    assert all(event["position"][DEALT] for event in anew)
+    assert min(event["offset"] for event in anew) == 4 and sum(event["micro_batches"] for event in anew) == 4
