@@ -1,6 +1,7 @@
 """Memory that a server shares with its workers."""
 
 import contextlib
+import errno
 import gc
 import mmap
 import os
@@ -14,6 +15,7 @@ import torch
 
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange import SharedMemory, linux, shared_memory
+from tests.helpers.stand_ins import Time
 
 SIZE = 200_000
 
@@ -180,6 +182,26 @@ def test_a_server_that_died_while_it_published_is_noticed(monkeypatch: pytest.Mo
     memory._advance_counter()  # begun, never ended
     with pytest.raises(ExchangeError, match="stopped while it published"):
         memory.read(torch.empty(5).copy_)
+
+
+@pytest.mark.parametrize(("dies_at", "noticed_at"), [(1e9, 10.0), (3.0, 3.0)], ids=["stuck", "dead"])
+def test_a_reader_waits_ten_seconds_for_the_end_of_a_publication_unless_the_server_is_gone(
+    monkeypatch: pytest.MonkeyPatch, dies_at: float, noticed_at: float
+) -> None:
+    memory, clock = SharedMemory.create(5, 1), Time(0.0)
+    memory._advance_counter()  # begun, never ended
+    monkeypatch.setattr(shared_memory, "time", clock)
+    with pytest.raises(ExchangeError, match="stopped while it published"):
+        memory.read(torch.empty(5).copy_, lambda: clock.now >= dies_at)
+    assert clock.now == pytest.approx(noticed_at, abs=0.01)
+
+
+def test_what_is_free_of_shared_memory_is_what_a_user_who_is_not_root_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = SimpleNamespace(f_blocks=4096, f_bfree=2048, f_bavail=1024, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: room)
+    said = shared_memory._no_room(3 << 20, OSError(errno.ENOSPC, "no space"))
+    assert "parameters and slots need 3 MiB, 4 MiB are free;" in said
+    assert "cannot be used for shared memory: denied" in shared_memory._no_room(3, OSError(errno.EACCES, "denied"))
 
 
 def test_of_memory_that_is_given_back_the_whole_pages_within_are_lost_and_nothing_beside_them() -> None:

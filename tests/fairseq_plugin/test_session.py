@@ -1,23 +1,27 @@
 """What surrounds fairseq's ``main``, with a module and a method made up for it."""
 
+import queue
 import threading
 from argparse import Namespace
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from fairseq import checkpoint_utils
 from fairseq.data import iterators
+from fairseq.data.iterators import BackgroundConsumer
 from fairseq.trainer import Trainer
 
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin import session
+from fairseq_async.fairseq_plugin.compat import shutdown
 from fairseq_async.fairseq_plugin.compat.dealt import grouped
 from fairseq_async.fairseq_plugin.registry import METHODS, SynchronousMethod
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.worker.start.server_process import ServerProcess
 from tests.helpers.fairseq_trainers import HYBRID, Trainers, step
+from tests.helpers.stand_ins import Time
 from tests.helpers.waiting import wait_until
 
 
@@ -65,6 +69,41 @@ def test_main_groups_the_batches_that_are_dealt_and_afterwards_fairseqs_iterator
     module.main(cfg)
     assert found[0].GroupedIterator is grouped and found[0].CountingIterator is iterators.CountingIterator
     assert module.iterators is iterators
+
+
+@pytest.mark.parametrize(("rank", "pauses"), [(0, []), (1, [5.0])])
+def test_another_rank_keeps_its_error_back_for_a_while_since_rank_0_prints_the_same(
+    cfg: Namespace, monkeypatch: pytest.MonkeyPatch, rank: int, pauses: list[float]
+) -> None:
+    time = Time()
+    monkeypatch.undo()  # the fixture's, of the seconds
+    monkeypatch.setitem(METHODS, "made_up", SynchronousMethod(OurTrainer, refuse))
+    monkeypatch.setattr(session, "time", time)
+    cfg.distributed_training.distributed_rank = rank
+    module = command_module(lambda module, cfg: None)
+    with pytest.raises(SystemExit):
+        module.main(cfg)
+    assert time.pauses == pauses
+
+
+@pytest.mark.parametrize(("taken_at", "ends"), [(3, 3.0), (1 << 30, 10.0)], ids=["ends after a batch", "hangs"])
+def test_what_prepares_a_batch_for_nobody_has_ten_seconds_to_end_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, taken_at: int, ends: float
+) -> None:
+    """Room in its queue lets it go on, and the batch that it puts there is its last one."""
+    time = Time(0.0)
+
+    def get(timeout: float) -> None:
+        time.now += 0.5
+        raise queue.Empty
+
+    consumers = [BackgroundConsumer(SimpleNamespace(get=get), [], None, None) for _ in range(2)]
+    for each in consumers:
+        monkeypatch.setattr(each, "is_alive", lambda: time.now < taken_at)
+    monkeypatch.setattr(shutdown, "time", time)
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread(), *consumers])
+    shutdown.end_prefetching()
+    assert time.now == ends and [each._max_len for each in consumers] == [0, 0]
 
 
 def test_a_module_is_wrapped_once(cfg: Namespace) -> None:

@@ -3,7 +3,7 @@
 import errno
 import io
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.utils.data import Dataset
 
@@ -40,6 +40,26 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+@dataclass
+class Time:
+    """Stands for the module ``time`` of a module under test: waiting takes no time, and only waiting moves the clock.
+
+    Attributes:
+        pauses: the seconds of each wait.
+    """
+
+    now: float = 1000.0
+    pauses: list[float] = field(default_factory=list)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert 0 <= seconds < 1e6
+        self.pauses.append(seconds)
+        self.now += seconds
 
 
 class Numbers(Dataset[int]):

@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -16,6 +17,7 @@ from fairseq_async.launch.command.inputs import check_inputs
 from fairseq_async.launch.launcher import Launcher
 from fairseq_async.launch.processes import RunFailedError
 from fairseq_async.launch.synchronous import GroupLauncher
+from tests.helpers.stand_ins import Time
 
 Made = Callable[..., Path]
 
@@ -202,3 +204,21 @@ def test_of_ranks_that_failed_one_that_was_killed_is_named(monkeypatch: pytest.M
             launcher._watch()
     finally:
         launcher.processes.end()
+
+
+def test_ranks_that_go_on_are_told_of_every_ten_seconds_and_have_ten_to_end_after_one_has_died(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    command = WorkerCommand(["fairseq-train", "data", "--optimizer", "adasum", "--save-dir", str(tmp_path)])
+    launcher, time, said, waits = GroupLauncher(command, 2, 0), Time(0.0), list[float](), list[float]()
+    monkeypatch.setattr(synchronous, "time", time)
+    monkeypatch.setattr(synchronous, "_say", lambda text: said.append(time.now))
+    first, second = launcher.processes.workers
+    first.process = MagicMock(poll=lambda: None)
+    second.process = MagicMock(poll=lambda: None if time.now < 35.0 else 3, returncode=3)
+    monkeypatch.setattr(launcher.processes, "wait", waits.append)
+    monkeypatch.setattr(launcher.processes, "describe_end", lambda worker: f"worker {worker.id} died")
+    monkeypatch.setattr(launcher.processes, "end", lambda: None)
+    with pytest.raises(RunFailedError, match="worker 1 died"):
+        launcher._watch()
+    assert said == pytest.approx([10.0, 20.0, 30.0], abs=0.3) and waits == [10.0]

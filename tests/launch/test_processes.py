@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,8 @@ import pytest
 
 from fairseq_async.environment import SLOWDOWN, WORKER, WORKERS
 from fairseq_async.errors import LOST_SERVER, USER_ERROR
+from fairseq_async.launch import launcher as launcher_module
+from fairseq_async.launch import processes as processes_module
 from fairseq_async.launch import ranks
 from fairseq_async.launch.command.programs import of_ranks
 from fairseq_async.launch.command.script import ScriptCommand
@@ -22,6 +23,7 @@ from fairseq_async.launch.launcher import Launcher
 from fairseq_async.launch.options import LaunchOptions
 from fairseq_async.launch.processes import Processes, RunFailedError, Worker, failure
 from fairseq_async.worker.start.rendezvous import Rendezvous, ServerRequest
+from tests.helpers.stand_ins import Time
 from tests.helpers.waiting import group_has_ended, has_ended, wait_until
 
 
@@ -92,11 +94,35 @@ def test_of_ranks_that_have_ended_together_a_mistake_is_what_the_worker_ends_wit
 
 
 def test_a_rank_that_does_not_end_holds_the_worker_no_longer_than_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 has ended in order; the other is looked at every 0.05 seconds."""
-    monkeypatch.setattr(ranks, "_ENDING", 0.2)
-    looks = iter([None] * 50)
-    there: list[Any] = [SimpleNamespace(poll=lambda: 0), SimpleNamespace(poll=lambda: next(looks))]
-    assert ranks._wait(there, None) == 0
+    """That is ten seconds after rank 0 has ended in order, however long both were at work before."""
+    clock = Time(0.0)
+    monkeypatch.setattr(ranks, "time", clock)
+    first: Any = SimpleNamespace(poll=lambda: None if clock.now < 100.0 else 0)
+    hangs: Any = SimpleNamespace(poll=lambda: None)
+    assert ranks._wait([first, hangs], None) == 0 and clock.now == pytest.approx(110.0, abs=0.2)
+
+
+def test_workers_have_five_seconds_between_sigterm_and_sigkill_and_none_is_waited_for_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher, clock, signals = launcher_of(tmp_path, 3), Time(0.0), list[tuple[int, int, float]]()
+    monkeypatch.setattr(processes_module, "time", clock)
+    monkeypatch.setattr(
+        processes_module, "_signal", lambda worker, number: signals.append((worker.id, number, clock.now))
+    )
+    first, second, third = launcher.processes.workers
+    ended(first, code=0)
+    ended(third, code=None)
+    second.process = MagicMock(poll=lambda: None if clock.now < 2.0 else -15)
+    launcher.processes.wait(60.0, [0, 1])
+    assert clock.now == pytest.approx(2.0, abs=0.1)
+    second.process.poll = lambda: None
+    began = clock.now
+    launcher.processes.end()
+    assert clock.now - began == pytest.approx(5.0, abs=0.1)
+    assert [each[:2] for each in signals] == [(n, signal.SIGTERM) for n in (1, 2)] + [
+        (n, signal.SIGKILL) for n in range(3)
+    ]
 
 
 def test_each_rank_has_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,9 +209,17 @@ def test_workers_that_hang_after_the_end_are_killed_and_are_no_failure(
     ended(first, code=0)
     ended(*others, code=None)
     monkeypatch.setattr(launcher.processes, "kill_children", lambda worker: killed.append(worker.id))
+    clock = Time()
+    monkeypatch.setattr(launcher_module, "time", clock)
+    ended(first, code=None)
     launcher._after_end()
-    assert not killed, "they have a moment"
-    launcher._ending = False, time.monotonic() - 60
+    clock.now += 50.0  # in which worker 0 saves its model
+    ended(first, code=0)
+    for seconds in (0.0, 4.9):
+        clock.now += seconds
+        launcher._after_end()
+        assert not killed, "they have five seconds after its end"
+    clock.now += 0.2
     launcher._after_end()
     ended(*others, code=-9)
     assert killed == [1, 2] and launcher.processes.failed == []
@@ -254,8 +288,10 @@ def test_after_the_end_worker_0_of_a_script_is_waited_for_with_a_word_and_that_o
     ended(*launcher.processes.workers, code=None)
     monkeypatch.setattr(launcher.display, "say", said.append)
     monkeypatch.setattr(launcher.processes, "describe_end", lambda worker: "worker 0 hangs")
-    for seconds in (59.0, 61.0, 62.0):
-        launcher._ending = True, time.monotonic() - seconds
+    clock = Time()
+    monkeypatch.setattr(launcher_module, "time", clock)
+    for seconds in (0.0, 59.0, 61.0, 62.0):
+        clock.now = 1000.0 + seconds
         with pytest.raises(RunFailedError, match="hangs") if seconds > 60 and not of_script else nullcontext():
             launcher._after_end()
     assert said == ["the run is finished; waiting for the script of worker 0 (Ctrl-C ends it)"] * of_script

@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import ExchangeError
+from fairseq_async.errors import ExchangeError, RefusedError
 from fairseq_async.method.global_server import parse_upstream
 from fairseq_async.method.spec import MOST_LOCAL_STEPS
 from fairseq_async.protocol import Receipt, Report, Status
@@ -28,7 +29,7 @@ from fairseq_async.server.membership import Membership
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.server.service import Service
 from tests.helpers.regions import LAYOUT, region_spec
-from tests.helpers.stand_ins import Clock
+from tests.helpers.stand_ins import Clock, Time
 
 HALF = parse_upstream("host:1,updates=2,merge=0.5").above
 ONES = torch.ones(LAYOUT.size)
@@ -300,3 +301,21 @@ def test_a_region_says_once_that_it_tries_again(monkeypatch: pytest.MonkeyPatch,
     assert link._joined(torch.zeros(5), patient) == ("client", "welcome")
     assert told == [f"nobody; this region {'goes on, and ' if patient else ''}tries again"]
     assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0])
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds"),
+    [(ExchangeError("nobody"), 5.0), (RefusedError("of another run"), 0.0)],
+    ids=["gone", "refused"],
+)
+def test_a_region_whose_workers_wait_for_the_global_server_gives_it_up_after_the_timeout(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, seconds: float
+) -> None:
+    spec, time = region_spec("127.0.0.1:1,region=0"), Time()
+    assert spec.server.worker_timeout == 5.0
+    monkeypatch.setattr(UpstreamLink, "_join", MagicMock(side_effect=error))
+    monkeypatch.setattr(upstream_link, "time", time)
+    link = UpstreamLink(parse_upstream("127.0.0.1:1,region=0"), spec, LAYOUT, "", None, 0, print, lambda: None)
+    with pytest.raises(type(error), match=str(error)):
+        link._joined(torch.zeros(5), patient=False)
+    assert seconds <= time.now - 1000.0 <= seconds + 5.0

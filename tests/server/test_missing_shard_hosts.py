@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 from threading import Thread, Timer
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from fairseq_async.method.spec import MethodSpec, local_sgd_spec
 from fairseq_async.options.config import LocalSGDOptions, ServerOptions
 from fairseq_async.protocol.client_connection import Endpoint
 from fairseq_async.protocol.division import local_part
+from fairseq_async.protocol.shard_messages import TAKEN
 from fairseq_async.server.programs import gradient_main
 from fairseq_async.server.run import as_many
+from fairseq_async.server.shards import remote
 from fairseq_async.server.shards.remote import HostConnector, connect_hosts
 from fairseq_async.worker.connection.shard_lines import ShardLines
 from tests.helpers.commands import free_port
@@ -30,6 +33,7 @@ from tests.helpers.sharded import (
     server_options,
     shard_hosts,
 )
+from tests.helpers.stand_ins import Time
 
 
 def test_a_host_that_was_killed_ends_the_server(tmp_path: Path) -> None:
@@ -47,8 +51,6 @@ def test_a_host_that_was_killed_ends_the_server(tmp_path: Path) -> None:
 def test_a_host_that_hangs_is_named_and_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fairseq_async.server.shards import remote
-
     monkeypatch.setattr(remote, "_SILENT_SECONDS", 0.2)
     with shard_hosts(tmp_path, 1) as own:
         with ServedByHosts(gradient_main.build, hybrid(server_options(own.addresses)), tmp_path) as made:
@@ -63,8 +65,6 @@ def test_a_host_that_hangs_is_named_and_waited_for(
 
 
 def test_a_host_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fairseq_async.server.shards import remote
-
     monkeypatch.setattr(remote, "_ARRIVAL_SECONDS", 0.3)
     monkeypatch.setattr(remote, "_QUIET_SECONDS", 0.0)
     address = f"127.0.0.1:{free_port()}"
@@ -90,8 +90,6 @@ def test_a_worker_names_the_host_that_it_misses_until_it_tries_again() -> None:
 def test_a_host_that_has_encrypted_connections_is_not_said_to_be_missing_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fairseq_async.server.shards import remote
-
     monkeypatch.setattr(remote, "_ARRIVAL_SECONDS", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -104,14 +102,48 @@ def test_a_host_that_has_encrypted_connections_is_not_said_to_be_missing_alone(
 
 def test_what_says_nothing_holds_a_server_up_no_longer_than_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program's port, or the server's own: it must still end when nobody waits for it."""
-    from fairseq_async.server.shards import remote
-
     monkeypatch.setattr(remote, "_GREETING_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         reach = HostConnector(TOKEN, "", None, print, abandoned=lambda: True)
         with pytest.raises(RefusedError, match=rf"no shard at {address} \(.*says nothing.*\); start it there with"):
             connect_hosts(reach, hybrid(server_options([address])), LAYOUT, torch.zeros(LAYOUT.size))
+
+
+@pytest.mark.parametrize(
+    ("error", "patience", "told"),
+    [
+        (ExchangeError("nothing"), 600.0, 1),  # someone may have to start the host again
+        (RefusedError(TAKEN), 14.0, 1),  # twice the time in which it finds that the server before is gone
+        (RefusedError("of another run"), 0.0, 0),
+    ],
+    ids=["not there", "taken", "refused"],
+)
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_a_host_is_tried_again_for_as_long_as_it_may_come_unless_nobody_waits_for_the_run(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, patience: float, told: int, abandoned: bool
+) -> None:
+    time, said = Time(), list[float]()
+
+    def fail(endpoint: Endpoint, worker: int | None) -> None:
+        raise error
+
+    monkeypatch.setattr(remote, "time", time)
+    monkeypatch.setattr(remote, "Connection", fail)
+    reach = HostConnector(TOKEN, "", None, lambda line: said.append(time.now), lambda: abandoned)
+    with pytest.raises(RefusedError):
+        reach.connect("10.0.0.1:1", 7.0)
+    assert time.now == 1000.0 + (0.0 if abandoned else patience + 0.5) and set(time.pauses) <= {0.5}
+    assert said == ([] if abandoned else [1005.5] * told), "after five seconds, once"
+
+
+def test_a_host_that_answers_is_given_up_after_as_long_a_silence_as_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = MagicMock()
+    monkeypatch.setattr(remote, "Connection", made)
+    HostConnector(TOKEN, "", None, print).connect("10.0.0.1:1", 7.0)
+    (endpoint, worker), _ = made.call_args
+    assert endpoint.patience == 5.0 and worker is None
+    made.return_value.give_up_after.assert_called_once_with(7.0)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,14 @@ import fcntl
 import os
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -17,6 +20,7 @@ from fairseq_async.options.config import ServerOptions
 from fairseq_async.protocol import (
     Status,
 )
+from fairseq_async.records.state_files import ending_path
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.start import server_process
@@ -25,6 +29,7 @@ from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.sgd_server import sgd_spec
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.server_client import LAYOUT, SGD_SERVER, join, pull, push
+from tests.helpers.stand_ins import Time
 
 
 @pytest.fixture
@@ -64,6 +69,21 @@ def test_two_runs_do_not_share_a_directory(
         ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "log")
     with pytest.raises(ConfigurationError, match=r"\(run_dir=\) is in use by another run"):  # that of a script
         ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "log", run_dir_option="run_dir=")
+
+
+@pytest.mark.parametrize(("ending", "seconds"), [(True, 120.0), (False, 10.0)], ids=["it writes", "it is gone soon"])
+def test_a_run_waits_longer_for_a_last_snapshot_than_for_a_server_that_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: bool, seconds: float
+) -> None:
+    time = Time()
+    monkeypatch.setattr(server_process, "time", time)
+    monkeypatch.setattr(fcntl, "flock", MagicMock(side_effect=BlockingIOError))
+    if ending:
+        ending_path(tmp_path).touch()
+    with pytest.raises(ConfigurationError, match=r"\(--run-dir\) is in use by another run"):
+        server_process._claim(tmp_path, "--run-dir")
+    assert time.now - 1000.0 == pytest.approx(seconds, abs=0.2)
+    assert ending_path(tmp_path).exists() == ending, "it is the other run's"
 
 
 def test_a_run_waits_for_the_server_before_that_is_still_in_a_long_step(tmp_path: Path) -> None:
@@ -205,6 +225,23 @@ def test_a_directory_that_cannot_be_written_to_is_clear(monkeypatch: pytest.Monk
         ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "log")
 
 
+def test_how_long_a_server_that_was_asked_to_end_may_take_and_its_last_lines_with_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server: Any = MagicMock(_starting=nullcontext())
+    ServerProcess.end(server)
+    server.process.wait.side_effect = subprocess.TimeoutExpired("server", 3.0)
+    ServerProcess.end(server, 3.0)
+    assert [each.args for each in server.process.wait.call_args_list] == [(120.0,), (3.0,)]
+    assert [each.args for each in server._printing.join.call_args_list] == [(1.0,)] * 2
+    said = capsys.readouterr().err
+    assert said == "fairseq-async: the server has not written its last snapshot within 3 s, and is killed\n"
+    assert server.stop.call_count == 2
+    ended: Any = MagicMock(_has_standby=False)
+    ServerProcess._wait(ended)
+    ended._printing.join.assert_called_once_with(1.0)
+
+
 def test_worker_0_waits_longer_for_its_server_alone_than_before_it_tells_of_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -213,5 +250,5 @@ def test_worker_0_waits_longer_for_its_server_alone_than_before_it_tells_of_othe
         server: Any = ServerProcess.__new__(ServerProcess)
         server._workers, server.over = workers, SimpleNamespace(wait=lambda seconds=None: waits.append(seconds))
         server.outlast_workers()
-    assert waits == [server_process._LEAVING_SECONDS, None, server_process._QUIET_SECONDS, None]
+    assert waits == [20.0, None, 2.0, None]
     assert capsys.readouterr().err.count("its server stays for the other workers") == 2

@@ -1,6 +1,7 @@
 """The file by which the workers of a job find their server."""
 
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.worker.start.invitation import invitation
 from fairseq_async.worker.start.meeting import Meeting, MeetingPlace, wait_until_it_listens
+from tests.helpers.stand_ins import Time
 
 
 def place(address: str, machine: str = "elsewhere", near: str = "127.0.0.1:1") -> MeetingPlace:
@@ -50,6 +52,28 @@ def test_a_worker_waits_for_a_server_that_listens(tmp_path: Path) -> None:
         silent.listen()
         assert meeting.wait(10) == (address, "a secret of this run")
         wait_until_it_listens(address, 10)
+
+
+def test_a_server_is_looked_for_twice_a_second_until_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attempt takes five seconds at most: a machine that is off answers nothing."""
+    time, tried = Time(), list[tuple[tuple[str, int], float]]()
+
+    def connect(address: tuple[str, int], timeout: float) -> None:
+        tried.append((address, timeout))
+        raise OSError
+
+    monkeypatch.setattr("fairseq_async.worker.start.meeting.time", time)
+    monkeypatch.setattr(socket, "create_connection", connect)
+    at = Meeting(tmp_path, "srun 7")
+    at.tell(place("node1:29400"))
+    for wait in (at.wait, partial(wait_until_it_listens, "node1:29400")):
+        began = time.now
+        with pytest.raises(ExchangeError, match="within 3 s"):
+            wait(3.0)
+        assert 3.0 <= time.now - began <= 3.5 and set(time.pauses) == {0.5}
+    assert set(tried) == {(("node1", 29400), 5.0)}
 
 
 def test_a_worker_on_the_servers_machine_takes_the_near_address_if_it_is_the_machine(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 
@@ -29,6 +30,7 @@ from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.commands import free_port
 from tests.helpers.server_client import join, join_patiently, push
+from tests.helpers.stand_ins import Time
 from tests.helpers.waiting import wait_until
 
 
@@ -204,6 +206,123 @@ def test_signs_of_life_are_four_within_the_time_and_attempts_to_connect_at_most_
     patient: Any = SimpleNamespace(patience=1e6, _hopeless=lambda: False)
     assert LastingConnection._try_again(patient, meet) == "there"  # type: ignore[type-var]
     assert waited == [15.0] and pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0])
+
+
+def test_a_server_that_stays_away_is_tried_until_the_very_end_of_the_patience(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    time, worker = Time(), MagicMock(patience=12.0)
+    monkeypatch.setattr(lasting_connection, "time", time)
+    worker._hopeless.return_value = False
+    meet = MagicMock(side_effect=ExchangeError("not there yet"))
+    with pytest.raises(ExchangeError, match="not there yet"):
+        LastingConnection._try_again(worker, meet)
+    assert time.pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 0.7]) and meet.call_count == 9
+    assert caplog.messages == ["not there yet; trying again for 12 s"], "once, and not of a pause of a second"
+
+
+@pytest.mark.parametrize("back_after", [11.0, 14.0])
+def test_a_server_is_lost_to_a_worker_that_computes_when_all_attempts_of_its_patience_have_failed(
+    monkeypatch: pytest.MonkeyPatch, back_after: float
+) -> None:
+    """Away for 11 seconds and, later, again: each time the patience, of 12, counts anew."""
+    time, lost, times = Time(0.0), list[float](), list[float]()
+    monkeypatch.setattr(lasting_connection, "time", time)
+    worker: Any = MagicMock(patience=12.0, channel=SimpleNamespace(timeout=60.0, is_closed=time.sleep))
+    worker.left.is_set.side_effect = lambda: bool(lost) or time.now > 100.0
+    worker.left.wait.side_effect = lambda seconds: time.sleep(seconds)
+
+    def show_life(again: bool) -> None:
+        times.append(time.now)
+        if min(abs(time.now - begins - back_after / 2) for begins in (15.0, 45.0)) < back_after / 2:
+            raise ExchangeError("away")
+
+    worker.show_life = show_life
+    LastingConnection._stay_alive(worker, lambda error: lost.append(time.now))
+    assert lost == ([] if back_after < 12 else [15.5 + 12.5])
+    assert times[:3] == [15.5, 16.0, 16.5], (
+        "when a sign of life is due, after a fourth of the timeout; then twice a second"
+    )
+
+
+def test_a_worker_that_leaves_waits_a_while_for_a_server_that_does_not_answer_and_for_its_own_thread() -> None:
+    worker: Any = MagicMock()
+    worker.left.is_set.return_value = worker.channel.is_readable.return_value = False
+    LastingConnection.leave(worker, finished=False)
+    worker.channel.is_readable.assert_called_once_with(10.0)
+    worker.channel.receive.assert_not_called()
+    worker._close_connections.assert_called_once_with()
+    LastingConnection._end(worker)
+    worker._showing_life.join.assert_called_once_with(2.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "silent", "asked", "rest"),
+    [
+        (300.0, 130.0, [60.0, 60.0, 60.0], 170.0),  # a minute of silence is told
+        (300.0, 1000.0, [60.0] * 5, 10.0),
+        (5.0, 1000.0, [5.0], 5.0),
+        (5.0, 2.0, [5.0], 5.0),
+    ],
+)
+def test_the_first_message_is_waited_for_as_long_as_was_asked_and_a_line_comes_each_minute(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    seconds: float,
+    silent: float,
+    asked: list[float],
+    rest: float,
+) -> None:
+    """The rest of the time is for the whole of the message: ten seconds where that is more, and was asked for."""
+    time, waits, timeouts = Time(0.0), list[float](), list[float]()
+    monkeypatch.setattr(connection, "time", time)
+
+    def is_readable(seconds: float) -> bool:
+        waits.append(seconds)
+        time.sleep(min(seconds, max(0.0, silent - time.now)))
+        return time.now >= silent
+
+    faked: Any = SimpleNamespace(
+        is_readable=is_readable,
+        connection=SimpleNamespace(settimeout=timeouts.append),
+        receive=lambda: encode(Greeting("theirs")),
+    )
+    assert connection.Connection._greeting(faked, "there:1", seconds).challenge == "theirs"
+    assert waits == asked and timeouts == [rest]
+    assert caplog.messages == ["the server at there:1 says nothing yet; still waiting"] * (len(asked) - 1)
+
+
+def test_how_long_a_worker_waits_at_each_step_of_its_introduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection has ten seconds, and the server five minutes to say something, where it was not told otherwise."""
+    (ours, theirs), waits = socket.socketpair(), list[Any]()
+    connect = MagicMock(return_value=ours)
+    monkeypatch.setattr(socket, "create_connection", connect)
+
+    def introduce(self: connection.Connection, endpoint: object, worker: object, patience: float) -> None:
+        waits.append((patience, self.connection.gettimeout()))
+
+    monkeypatch.setattr(connection.Connection, "_introduce", introduce)
+    for patience in (None, 7.0):
+        connection.Connection(connection.Endpoint("there:1", "token", False, "one", patience=patience), 0)
+    assert connect.call_args_list == [call(("there", 1), timeout=10.0)] * 2
+    assert waits == [(300.0, 300.0), (7.0, 7.0)]
+    ours.close()
+    theirs.close()
+
+
+def test_an_answer_that_is_missing_for_minutes_is_told_each_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    time = Time()
+    monkeypatch.setattr(connection, "time", time)
+
+    def is_readable(seconds: float) -> bool:
+        time.sleep(seconds)
+        return len(time.pauses) > 2
+
+    faked: Any = SimpleNamespace(is_readable=is_readable, receive=lambda: encode(Greeting("theirs")))
+    assert connection.Connection.answer(faked, Greeting).challenge == "theirs"
+    assert caplog.messages == [f"no answer from the server since {n} s; still waiting" for n in (60, 120)]
 
 
 def test_a_worker_shows_life_as_often_as_its_run_asks_for(tmp_path: Path) -> None:
