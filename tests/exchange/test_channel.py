@@ -1,10 +1,12 @@
 """Messages over a connection, some with a tensor behind them."""
 
+import math
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,6 +46,28 @@ def test_a_tensor_takes_its_room_only_when_all_before_it_was_handled(pair: tuple
         ([b"second"], [2.0] * 3),
         ([b"last"], [9.0] * 3),
     ]
+
+
+def test_the_kernel_waits_in_milliseconds_and_no_longer_than_it_can(
+    pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = list[float]()
+    faked = SimpleNamespace(register=lambda connection, event: None, poll=lambda wait: waits.append(wait))
+    monkeypatch.setattr("select.poll", lambda: faked)
+    assert not any(pair[0].is_closed(seconds) for seconds in (0.0, 1.5, math.inf))
+    assert waits == [0.0, 1500.0, 2**31 - 1]
+
+
+def test_a_peer_is_sent_one_tensor_of_the_largest_size_so_far_and_64_kib_of_messages_before_it_takes_some(
+    pair: tuple[Channel, Channel],
+) -> None:
+    ours, _ = pair
+    header = struct.calcsize("!IQ")
+    ours.queue(b"", torch.zeros(1000))
+    ours.queue(b"x" * ((1 << 16) - 2 * header))
+    assert not ours.is_full
+    ours.queue(b"")
+    assert ours.is_full
 
 
 def test_a_message_that_is_too_long_is_refused_though_nothing_comes_behind_its_header(

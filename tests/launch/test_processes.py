@@ -21,6 +21,7 @@ from fairseq_async.launch.command.programs import of_ranks
 from fairseq_async.launch.command.script import ScriptCommand
 from fairseq_async.launch.launcher import Launcher
 from fairseq_async.launch.options import LaunchOptions
+from fairseq_async.launch.output import Output
 from fairseq_async.launch.processes import Processes, RunFailedError, Worker, failure
 from fairseq_async.worker.start.rendezvous import Rendezvous, ServerRequest
 from tests.helpers.stand_ins import Time
@@ -131,6 +132,15 @@ def test_each_rank_has_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     processes = Processes(MagicMock(run_dir=tmp_path, synchronous=False), 3, ranks=[1, 2, 2])
     given = [processes._environment(worker)["CUDA_VISIBLE_DEVICES"] for worker in processes.workers]
     assert given == ["4", "7,9", "4,7"]
+
+
+def test_the_last_output_of_a_process_that_has_ended_has_a_second() -> None:
+    """A child of it may hold the pipe."""
+    its = Output()
+    its.finish()
+    its._thread = MagicMock()
+    its.finish()
+    its._thread.join.assert_called_once_with(1.0)
 
 
 def test_what_a_worker_has_left_in_its_group_dies_with_the_run_though_it_ignores_sigterm(tmp_path: Path) -> None:

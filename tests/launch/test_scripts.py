@@ -188,6 +188,32 @@ def test_on_a_full_disk_the_words_are_that_it_is_full(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
+    ("blocks", "available", "size", "full"),
+    [(400, 3, 4096, True), (400, 4, 4096, False), (400, 20_000, 1, False), (0, 0, 4096, False)],
+    ids=["12 KiB", "16 KiB", "blocks of a byte", "a disk that counts no blocks"],
+)
+def test_a_disk_is_full_where_less_than_16_kib_are_left_for_others_than_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, available: int, size: int, full: bool
+) -> None:
+    room = SimpleNamespace(f_blocks=blocks, f_bfree=available + 100, f_bavail=available, f_frsize=size)
+    monkeypatch.setattr(os, "statvfs", lambda _: room)
+    (tmp_path / "log").write_text("a word")
+    assert last_words(tmp_path / "log") == (f"the disk of {tmp_path / 'log'} is full" if full else "a word")
+
+
+def test_of_a_long_log_the_last_mebibyte_is_read_and_of_an_exception_twenty_lines_behind_it(tmp_path: Path) -> None:
+    log, error = tmp_path / "log", "fairseq-async: error: old\n"
+    behind = "x" * ((1 << 20) - len(error))
+    log.write_text(error + behind)
+    assert last_words(log) == "old"
+    log.write_text(error + behind + "x")
+    assert last_words(log) == behind + "x"
+    for lines, words in ((20, "OSError: 1"), (21, "step")):
+        log.write_text("Traceback (most recent call last):\n  x\nOSError: 1\n" + "step\n" * lines)
+        assert last_words(log) == words
+
+
+@pytest.mark.parametrize(
     ("log", "words"),
     [
         ("\nValueError: no such model\n", "ValueError: no such model"),

@@ -31,7 +31,7 @@ from tests.helpers.commands import ROOT
 from tests.helpers.halving import LAYOUT, halving_spec
 from tests.helpers.in_process import Connection, end, new_service
 from tests.helpers.mortal import InlineSnapshots
-from tests.helpers.stand_ins import Clock
+from tests.helpers.stand_ins import Clock, Time
 from tests.helpers.waiting import wait_until
 
 SLOW = """
@@ -219,7 +219,8 @@ def test_a_snapshot_that_cannot_be_read_now_is_not_taken_for_a_broken_one(
         return load(*given, **options)
 
     monkeypatch.setattr(torch, "load", fail)
-    monkeypatch.setattr("fairseq_async.records.snapshots._PAUSES", (0.0, 0.0, 0.0))
+    time = Time()
+    monkeypatch.setattr("fairseq_async.records.snapshots.time", time)
     if failures == 2:
         found = snapshots.latest(lambda state: None)
         assert found is not None and found[1] == {"version": 2}
@@ -227,6 +228,7 @@ def test_a_snapshot_that_cannot_be_read_now_is_not_taken_for_a_broken_one(
         with pytest.raises(RefusedError, match="version-000000000002.pt cannot be read now: .*; it stays as it is"):
             snapshots.latest(lambda state: None)
     assert [path.suffix for path in snapshots.directory.iterdir()] == [".pt", ".pt"]
+    assert time.pauses == [0.2, 0.4, 0.8, 1.6, 3.2][:failures]
 
 
 def test_a_run_that_is_to_go_on_never_begins_anew_where_its_snapshots_are_broken(tmp_path: Path) -> None:

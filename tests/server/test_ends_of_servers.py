@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +121,34 @@ def test_a_finished_run_that_was_stopped_waits_for_late_workers_as_long_as_any_o
     server.clock.now = 4000.0
     server.loop._excuse_silence(1005.0, 0.0)
     assert not server.over_at(3019.0) and server.over_at(3021.0)
+
+
+def test_the_silence_that_is_excused_is_what_the_server_has_not_read_and_no_shorter_one_is(server: Server) -> None:
+    """The timeout is a minute: half of it, besides the wait that it meant, may be a long step of its own."""
+    server.enter(0)
+    member = server.service.membership.members[0]
+    for read_at, wait, excused in ((1060.0, 10.0, 0.0), (1059.0, 10.0, 41.0), (1070.0, 0.0, 0.0), (1000.0, 1.0, 100.0)):
+        server.clock.now, before = 1100.0, member.heard
+        assert server.loop._excuse_silence(read_at, wait) == 1100.0
+        assert member.heard - before == excused
+
+
+def test_a_server_that_sleeps_as_long_as_it_means_to_excuses_nobody(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here for longer than half the timeout, before the process that started it is gone."""
+    waits, excused = list[float](), list[float]()
+
+    def select(timeout: float) -> list[tuple[Any, int]]:
+        waits.append(timeout)
+        server.clock.now += timeout
+        return [(SimpleNamespace(fileobj=server.lifeline[0]), 1)] if len(waits) > 2 else []
+
+    monkeypatch.setattr(server.service, "tick", lambda: 45.0)
+    monkeypatch.setattr(server.service.membership, "excuse", excused.append)
+    monkeypatch.setattr(server.loop, "_selector", SimpleNamespace(select=select))
+    assert not server.loop.run()
+    assert waits == [0.0, 45.0, 45.0] and not excused
 
 
 def test_a_global_server_waits_for_its_regions_however_long_their_line_is_broken(

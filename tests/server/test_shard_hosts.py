@@ -3,10 +3,12 @@
 import math
 import struct
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Timer
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,21 +16,25 @@ from torch import Tensor
 
 from fairseq_async.algorithms import NesterovMomentum, Update
 from fairseq_async.errors import ExchangeError, HalfAppliedError, RefusedError
+from fairseq_async.exchange.authentication import challenge, proof
 from fairseq_async.exchange.channel import Channel
 from fairseq_async.method.spec import MethodSpec, local_sgd_spec
 from fairseq_async.options.config import ServerOptions
-from fairseq_async.protocol import Push, Report
+from fairseq_async.protocol import Introduce, Push, Report
 from fairseq_async.protocol.client_connection import Connection, Endpoint
+from fairseq_async.protocol.division import host_parts
 from fairseq_async.protocol.parsing import encode
 from fairseq_async.protocol.receipt import Status
 from fairseq_async.protocol.shard_messages import Part, Placed
 from fairseq_async.records.recording import checksum
+from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup
 from fairseq_async.server.plan import Build
 from fairseq_async.server.programs import gradient_main, local_sgd_main
 from fairseq_async.server.shards import calls
 from fairseq_async.server.shards.build import close_shards
 from fairseq_async.server.shards.held_part import HeldPart
+from fairseq_async.server.shards.host import ShardHost
 from fairseq_async.server.shards.part import ShardPart
 from fairseq_async.server.shards.remote import HostConnector, connect_hosts
 from fairseq_async.worker.connection.client import Client
@@ -293,6 +299,35 @@ def test_strangers_second_servers_and_other_programs_are_refused(hosts: ShardHos
         with pytest.raises(RefusedError, match="this shard belongs to another server, which is there"):
             connect_hosts(HostConnector(TOKEN, PROGRAMS[gradient_main.build], None, print), spec, LAYOUT, parameters)
         assert len(made.push(0, 2)) == 2
+
+
+def test_how_long_a_host_waits_for_its_server_and_its_workers_and_what_it_takes_of_them() -> None:
+    """Until a server has said how long, for a minute."""
+    spec = hybrid(server_options(["a:1"], worker_timeout=7.0))
+    host = ShardHost(TOKEN, lambda program: gradient_main.build)
+    peers: dict[int | None, Any] = {worker: Peer(MagicMock(unsent=8)) for worker in (None, 0)}
+    for worker, peer in peers.items():
+        peer.channel.is_closed.return_value = False
+        host.greet(peer)
+        own = proof(TOKEN, "worker", peer.challenge, ours := challenge())
+        host.receive(peer, encode(Introduce(own, ours, worker, False, "one")))
+        if worker is None:
+            peer.channel.notice_death.assert_called_once_with(60.0)
+            peer.channel.room = torch.zeros(host_parts(spec, LAYOUT)[0].size).view(torch.uint8)
+            host.begin("", spec.to_json(), LAYOUT.to_json(), 1)
+        peer.channel.notice_death.assert_called_with(7.0)
+        peer.channel.drop.assert_not_called()
+        peer.channel.unsent = 9
+        host._answer(peer, b"")
+    server, worker = peers.values()
+    assert (server.channel.largest, worker.channel.largest) == (1 << 24, 1 << 12)
+    assert not server.channel.drop.called and worker.channel.drop.called, "it sends, and reads no answers"
+    for number, refused in ((spec.workers + 15, False), (spec.workers + 16, True)):
+        with pytest.raises(RefusedError, match="have numbers from 0 to") if refused else nullcontext():
+            stranger: Any = Peer(MagicMock(unsent=0))
+            host.greet(stranger)
+            own = proof(TOKEN, "worker", stranger.challenge, ours := challenge())
+            host._checked(stranger, encode(Introduce(own, ours, number, False, "one")))
 
 
 def test_a_host_opens_no_file_that_a_server_names(hosts: ShardHosts, tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import pytest
 
 from fairseq_async.protocol import (
     Status,
 )
-from fairseq_async.protocol.standby import Adopted, is_orphan
+from fairseq_async.protocol.standby import Adopted, Standby, is_orphan
 from fairseq_async.worker.start.server_process import ServerProcess
 from tests.helpers.run_files import snapshot_versions
 from tests.helpers.server_client import (
@@ -154,6 +154,19 @@ def test_a_standby_that_is_stopped_holds_nobody_up_and_becomes_no_second_server(
     kill(server)
     assert push(first, 0, 0.5).status is Status.APPLIED and server.process.pid != standby
     wait_until(lambda: has_ended(standby))
+
+
+def test_how_long_a_standby_may_take_to_begin_and_to_end() -> None:
+    standby: Any = Standby.__new__(Standby)
+    standby.process, standby._ours = None, MagicMock()
+    standby._ours.recv.side_effect = TimeoutError
+    assert standby._number() == 0
+    assert standby._ours.mock_calls == [call.settimeout(10.0), call.recv(32), call.shutdown(socket.SHUT_RDWR)]
+    standby._ours = MagicMock()
+    standby._ours.recv.side_effect = [b"begins", b""]
+    standby.end()
+    ending = [call.shutdown(socket.SHUT_WR), call.settimeout(1.0), call.recv(32), call.recv(32), call.close()]
+    assert standby._ours.mock_calls == ending
 
 
 @pytest.mark.parametrize("succeed", [0, 1])

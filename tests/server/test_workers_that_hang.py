@@ -83,8 +83,8 @@ class Ending:
         first, self.second = begun(service, **changes), Connection(service)
         self.second.introduce(1)
         hello(self.second, layout(), **changes)
-        self.now = 100.0
         for sequence, connection in enumerate((self.second, first)):
+            self.now = 100.0 + 10.0 * sequence
             in_process.slot(service, connection.peer.id).zero_()
             connection.send(Push(0, sequence, 1.0, Report()))
         first.send(Leave(finished=True))
@@ -110,8 +110,8 @@ def ending(tmp_path: Path) -> Iterator[Ending]:
 
 def test_a_run_that_is_finished_ends_without_a_worker_that_hangs_and_shows_life(ending: Ending) -> None:
     """Its update has taken 100 seconds: it may take four times as long once more."""
-    assert not ending.is_over(500.0)
-    assert ending.is_over(501.0)
+    assert not ending.is_over(510.0)
+    assert ending.is_over(511.0)
     assert ending.said == ["worker 1 has asked for nothing for 401 s: the run ends without it"]
 
 
@@ -122,9 +122,9 @@ def test_what_a_worker_does_that_knows_of_the_end_is_its_own(ending: Ending) -> 
 
 
 def test_a_server_that_was_stopped_takes_nobody_for_one_that_hangs(ending: Ending) -> None:
-    assert not ending.is_over(101.0)
+    assert not ending.is_over(111.0)
     ending.now = 3000.0
-    ending._loop._excuse_silence(101.0, 0.0)
+    ending._loop._excuse_silence(111.0, 0.0)
     assert not ending.is_over(3300.0)
 
 
@@ -174,6 +174,23 @@ def test_a_worker_that_is_not_ready_has_the_time_of_one_that_has_not_come() -> N
     for worker, ready in ((0, True), (1, False)):
         it.connect(worker, f"process {worker}", 10.0, ready=ready)
     assert [it.silent(10.0 + after) for after in (59.0, 61.0, 599.0, 601.0)] == [set(), {0}, {0}, {0, 1}]
+
+
+def test_a_worker_has_its_whole_time_from_an_answer_however_long_it_has_waited_for_that() -> None:
+    it = Membership(2, now=0.0, timeout=60.0)
+    it.connect(1, "x", 0.0)
+    it.wait(1, "push")
+    assert it.silent(500.0) == set()
+    it.answered(1, 500.0)
+    assert [it.silent(500.0 + after) for after in (59.0, 61.0)] == [set(), {1}]
+    assert [it.hangs(1, 500.0 + after, first_update_timeout=0.0) for after in (59.0, 61.0)] == [False, True]
+
+
+def test_a_first_update_is_waited_for_as_long_as_any_other_message_where_that_is_longer() -> None:
+    it = Membership(2, now=0.0, timeout=60.0, arrival_timeout=10.0)
+    it.connect(1, "shows life", 0.0)
+    it.note_message(1, 50.0)
+    assert [1 in it.awaited(now) for now in (11.0, 60.0, 61.0)] == [True, True, False]
 
 
 def test_a_worker_that_comes_back_has_not_left() -> None:

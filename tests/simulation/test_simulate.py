@@ -10,9 +10,11 @@ from fairseq_async.reporting import page
 from fairseq_async.reporting.audit import audit
 from fairseq_async.reporting.runs import COMPUTING, WAITING, load
 from fairseq_async.simulation.experiment import Experiment, read
+from fairseq_async.simulation.records import Records
 from fairseq_async.simulation.simulate import Interrupted, Simulator
 from fairseq_async.simulation.trial import Trial
 from tests.helpers.simulations import BASE, METHODS, experiment
+from tests.helpers.stand_ins import Time
 
 
 @pytest.fixture
@@ -63,6 +65,24 @@ def test_ctrl_c_saves_and_resume_ends_with_the_same_bits(
         assert {**a, "real_seconds": 0} == {**b, "real_seconds": 0}
     for path in (tmp_path / "whole").glob("**/*.jsonl"):
         assert path.read_text() == (tmp_path / "broken" / path.relative_to(tmp_path / "whole")).read_text()
+
+
+def test_a_state_is_saved_every_two_minutes_of_work(
+    both: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A happening takes 25 seconds here."""
+    time, saved, advance = Time(), list[float](), Trial.advance
+
+    def advance_slowly(trial: Trial) -> bool:
+        time.now += 25.0
+        return advance(trial)
+
+    monkeypatch.setattr("fairseq_async.simulation.simulate.time", time)
+    monkeypatch.setattr(Trial, "advance", advance_slowly)
+    monkeypatch.setattr(Records, "save", lambda records, trial: saved.append(time.now))
+    row, *_ = Simulator(both, tmp_path / "out", resume=False).run()
+    assert saved[:3] == [1125.0, 1250.0, 1375.0]
+    assert row["real_seconds"] % 25.0 == 0 and row["real_seconds"] > 300.0
 
 
 def test_a_loss_that_is_not_finite_is_null_in_all_files_also_of_a_run_that_goes_on(
