@@ -1,6 +1,7 @@
 """A ``Trainer`` each of whose steps accumulates as many micro-batches as the server has assigned."""
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -9,7 +10,10 @@ import torch
 from transformers import Trainer
 
 from fairseq_async.errors import ConfigurationError, option
+from fairseq_async.pytorch.dealt import DealtBatches, can_be_dealt
 from fairseq_async.worker.hybrid import HybridWorker
+
+_LENGTHS = "steps_in_epoch", "num_update_steps_per_epoch"  # of an epoch, by which the loop would end it
 
 
 def follows_shares(trainer: Trainer) -> bool:
@@ -72,8 +76,12 @@ class AccumulationSteps(int):
 class Accumulation:
     """Makes a ``Trainer``'s steps be of ``worker.micro_batches``, until :meth:`end`.
 
-    At the end of an epoch a step is of the micro-batches that are left. An epoch is a pass over the worker's data,
-    however many steps that takes; a run that goes on begins where the worker was in its data.
+    Where the server can deal the batches, an epoch is a pass of all workers together. Otherwise it is a pass over the
+    worker's own part, however many steps that takes: its last step is of the micro-batches that are left, and a run
+    that goes on begins where the worker was in its part.
+
+    Attributes:
+        stands_in: whether the batch that was drawn last stands in for empty ones, and is to have no weight.
 
     Raises:
         ConfigurationError: this version of transformers has another loop.
@@ -85,7 +93,8 @@ class Accumulation:
                 f"{option('shares')} is auto, and this version of transformers has no Trainer._run_epoch: install a "
                 "newer one"
             )
-        self._trainer, self._worker = trainer, worker
+        self._trainer, self._worker, self.stands_in = trainer, worker, False
+        self._dealt: DealtBatches | None = None
         self._further = 0  # epochs that this worker is ahead of the run's mean, as it goes on
         self._left = 0  # micro-batches until the loop ends a step by itself, where it takes an epoch to end
         self._steps = AccumulationSteps(trainer.args.gradient_accumulation_steps)
@@ -93,21 +102,37 @@ class Accumulation:
         run_epoch = partial(self._run_epoch, trainer._run_epoch)
         setattr(trainer, "_run_epoch", run_epoch)  # noqa: B010 - mypy assigns to no method
 
+    @property
+    def epoch_is_over(self) -> bool:
+        """Whether the worker's next gradient is of another epoch; False where the loop sees by itself when one ends."""
+        return self._dealt is not None and self._dealt.pass_is_over
+
     def draw(self, draw: Callable[..., tuple[list[Any], Any]], batches: Iterator[Any], device: torch.device) -> Any:
         """Returns what the Trainer's ``get_batch_samples`` does for the micro-batches of the worker's next gradient."""
-        number = self._worker.micro_batches
-        drawn, tokens = draw(batches, min(number, self._left) if self._left > 0 else number, device)
-        self._left -= len(drawn)
+        if self._dealt is not None:
+            dealt, self.stands_in = self._dealt.draw()
+            drawn, tokens = draw(iter(dealt), len(dealt), device)
+        else:
+            number = self._worker.micro_batches
+            drawn, tokens = draw(batches, min(number, self._left) if self._left > 0 else number, device)
+            self._left -= len(drawn)
+            self._worker.micro_batches = len(drawn) or number
         if drawn:
-            self._worker.micro_batches = len(drawn)
             self._steps.begin_step(len(drawn))
         return drawn, tokens
 
     def _run_epoch(self, run_epoch: Callable[..., None], **given: Any) -> None:
         """Stands for the ``Trainer``'s ``_run_epoch``, which would end the epoch after as many steps as it has of the
-        average."""
-        batches, goes_on = given["steps_in_epoch"], given["resume_from_checkpoint"] is not None
-        if goes_on and given["epoch"] == given["epochs_trained"] and not self._trainer.args.ignore_data_skip:
+        average, and would draw from the worker's own part."""
+        goes_on = given["resume_from_checkpoint"] is not None and given["epoch"] == given["epochs_trained"]
+        loader, batches = given["train_dataloader"], given["steps_in_epoch"]
+        if self._dealt is None and can_be_dealt(loader, self._worker.client.workers):
+            self._dealt = DealtBatches(loader, self._worker, int(self._steps))
+        if self._dealt is not None:
+            epoch, endless = self._dealt.begin_pass(), dict.fromkeys(_LENGTHS, sys.maxsize)
+            place = {"epoch": epoch, "epochs_trained": epoch if goes_on else -1, "steps_trained_in_current_epoch": 0}
+            return run_epoch(**given | place | endless | {"train_dataloader": ()})  # the batches come by draw
+        if goes_on and not self._trainer.args.ignore_data_skip:
             passes, given["steps_trained_in_current_epoch"] = divmod(self._worker.drawn or 0, batches)
             self._further = passes - given["epochs_trained"]
             self._left = batches - given["steps_trained_in_current_epoch"]

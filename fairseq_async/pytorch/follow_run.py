@@ -114,6 +114,7 @@ class FollowRun(DefaultFlowCallback):
         if self._steps_per_epoch:
             state.epoch = self._epoch(state.global_step, args.gradient_accumulation_steps)
         control.should_training_stop |= worker.finished
+        control.should_epoch_stop |= self._accumulation is not None and self._accumulation.epoch_is_over
         due = partial(self._is_due, before, state.global_step, worker.finished)
         logs_at_end = args.logging_strategy == "epoch"
         if due(args.logging_strategy, state.logging_steps, logs_at_end) or (args.logging_first_step and not before):
@@ -172,8 +173,10 @@ class FollowRun(DefaultFlowCallback):
         else:
             drawn, tokens = original(batches, number, device)
         worker = self._find()
-        if isinstance(worker, HybridWorker) and self._trainer.args.average_tokens_across_devices:
-            worker.weight = None if tokens is None else float(tokens)
+        if isinstance(worker, HybridWorker):
+            is_by_tokens = self._trainer.args.average_tokens_across_devices and tokens is not None
+            stands_in = self._accumulation is not None and self._accumulation.stands_in
+            worker.weight = 0.0 if stands_in else float(tokens) if is_by_tokens else None
         return drawn, tokens
 
     def _scale_loss(self) -> None:

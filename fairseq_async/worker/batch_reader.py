@@ -20,6 +20,7 @@ class BatchReader:
         num_workers: number of processes; 0 for none, then each batch is made when it is read.
         pin_memory: whether batches are in pinned memory, where there is a device to copy them to.
         following: returns the key that is expected after another.
+        worker_init_fn: called in each process with its number, as of a ``DataLoader``.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class BatchReader:
         num_workers: int,
         pin_memory: bool,
         following: Callable[[BatchKey], BatchKey],
+        worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
         self._keys = _KeysAhead(following)
         self._loader = DataLoader(
@@ -37,6 +39,7 @@ class BatchReader:
             num_workers=num_workers,
             pin_memory=pin_memory and torch.cuda.is_available(),
             collate_fn=_unchanged,
+            worker_init_fn=worker_init_fn,
             generator=torch.Generator(),  # it seeds the processes; torch's own would move the model's dropout on
         )
         self._batches: Iterator[tuple[BatchKey, object]] | None = None

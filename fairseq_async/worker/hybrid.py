@@ -40,6 +40,7 @@ class HybridWorker(AsyncWorker):
     Attributes:
         shard: this worker's part of the training set, of which it has drawn ``offset`` batches.
         weight: of the gradients of :meth:`step`, where it is not the number of their samples, as that of their tokens.
+        empty: how many of the gradient's micro-batches have no sample; ``micro_batches`` is then that of the others.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class HybridWorker(AsyncWorker):
         self._begun: tuple[int, Transfer] | None = None  # the slot's address, and the gradients on their way there
         self.learning_rate = self._steps = 0.0
         self.weight: float | None = None
+        self.empty = 0
         self._partial_steps, self._average = False, 0
         self.last = {"staleness": 0.0, "push_seconds": 0.0, "pull_seconds": 0.0}
 
@@ -160,7 +162,7 @@ class HybridWorker(AsyncWorker):
             push_seconds=self.last["push_seconds"],
             pull_seconds=self.last["pull_seconds"],
             look_ahead=self.look_ahead or None,
-            micro_batches=self.micro_batches or None,
+            micro_batches=self.micro_batches + self.empty or None,
             offset=self.first_micro_batch,
             missing=f"{missing:x}" if missing else None,
             first_batch=self.batches.take(),
@@ -203,7 +205,8 @@ class HybridWorker(AsyncWorker):
 
     def _note(self, assignment: Assignment) -> None:
         self.learning_rate, self._steps = assignment.learning_rate or 0.0, assignment.total_progress
-        self.micro_batches, self.first_micro_batch = assignment.micro_batches, assignment.first_micro_batch
+        self.micro_batches, self.empty = assignment.micro_batches, 0
+        self.first_micro_batch = assignment.first_micro_batch
 
     def start(self, look_ahead: float = 0.0) -> None:
         """Takes the server's parameters, or parameters ``look_ahead`` versions ahead of them; at the end of the run,

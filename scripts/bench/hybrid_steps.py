@@ -56,8 +56,8 @@ Wanted = tuple[Method, str, int, float]
 
 
 class OwnParts(SharedModel):
-    """Each worker draws from a part of its own, anew in each pass, as in the Trainer, not what the server
-    deals: a fast worker trains more passes."""
+    """Each worker draws from a part of its own, anew in each pass, as where a script divides the data, not what
+    the server deals: a fast worker trains more passes."""
 
     @cached_property
     def _drawn(self) -> Counter[int]:

@@ -14,6 +14,7 @@ sys.modules["torchaudio"] = None  # type: ignore[assignment]  # transformers wou
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim import SGD  # noqa: E402
+from torch.utils.data import Subset  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 import fairseq_async.deepspeed_plugin as deepspeed_async  # noqa: E402
@@ -29,8 +30,9 @@ AVERAGE, STEPS = 4, 6
 
 class Case(NamedTuple):
     """A run: the shares that its server gives, its options, whether its loss is a mean of tokens, whether its data have
-    no length, whether its script counts the micro-batches of a step itself, what it goes on from, and to what norm it
-    clips."""
+    no length, whether its script counts the micro-batches of a step itself, what it goes on from, to what norm it
+    clips, the average number of micro-batches, whether its script divides the data itself, whether samples are
+    shuffled, the number of processes that read them, and whether the model has dropout."""
 
     deepspeed: bool = False
     given: str = "6,2"
@@ -40,11 +42,24 @@ class Case(NamedTuple):
     counts_itself: bool = False
     goes_on: str = ""
     clips: float = 0.0
+    average: int = AVERAGE
+    divides: bool = False
+    shuffles: bool = False
+    readers: int = 0
+    drops: bool = False
 
 
 CASES = {
     "whole": Case(),
     "resumed": Case(goes_on="whole"),
+    "ragged": Case(given="8,2", average=5),
+    "ragged, tokens": Case(given="8,2", average=5, by_tokens=True),
+    "ragged, equal shares": Case(given="5,5", average=5, shuffles=True, drops=True),
+    "ragged, equal": Case(options={"barrier": True, "shares": "equal"}, average=5, shuffles=True, drops=True),
+    "shuffled": Case(shuffles=True),
+    "shuffled, read by processes": Case(shuffles=True, readers=1),
+    "divided by the script": Case(divides=True),
+    "divided by the script, resumed": Case(divides=True, goes_on="divided by the script"),
     "tokens": Case(by_tokens=True),
     "clipped": Case(clips=CLIP),
     "endless": Case(endless=True),
@@ -57,6 +72,7 @@ CASES = {
     "deepspeed, by default": Case(deepspeed=True, options={}),
     "deepspeed, counting": Case(deepspeed=True, options={}, counts_itself=True),
     "deepspeed, counting, auto": Case(deepspeed=True, counts_itself=True),
+    "deepspeed, ragged": Case(deepspeed=True, given="8,2", average=5),
     "deepspeed, resumed": Case(deepspeed=True, goes_on="deepspeed"),
     "deepspeed, tokens": Case(deepspeed=True, by_tokens=True),
 }
@@ -83,6 +99,8 @@ class Steps(TrainerCallback):
 def train(name: str, out: Path, worker: int) -> None:
     case = CASES[name]
     net = NetOfTokens() if case.by_tokens else Net()
+    if case.drops:
+        net.insert(1, nn.Dropout(0.2))
     options = case.options | {"run_dir": str(out / name / "run")}
     before = str(out / case.goes_on / "trainer" / f"checkpoint-{SAVED_AT}") if case.goes_on else None
     given: dict[str, Any] = {"use_cpu": True}
@@ -100,8 +118,9 @@ def train(name: str, out: Path, worker: int) -> None:
         output_dir=str(out / name / "trainer"),
         max_steps=STEPS,
         per_device_train_batch_size=BATCH,
-        gradient_accumulation_steps=AVERAGE,
-        train_sampling_strategy="sequential",
+        gradient_accumulation_steps=case.average,
+        train_sampling_strategy="random" if case.shuffles else "sequential",
+        dataloader_num_workers=case.readers,
         learning_rate=RATE,
         lr_scheduler_type="constant",
         max_grad_norm=case.clips,
@@ -112,7 +131,11 @@ def train(name: str, out: Path, worker: int) -> None:
         **given,
     )
     kind = Counting if case.counts_itself else Trainer
-    trainer = kind(net, arguments, train_dataset=EndlessSines() if case.endless else Sines(), **own)
+    data: Any = EndlessSines() if case.endless else Sines()
+    if case.divides:
+        (callback,) = (each for each in own["callbacks"] if isinstance(each, AsyncCallback))
+        data = Subset(data, range(callback.worker, len(data), callback.workers))
+    trainer = kind(net, arguments, train_dataset=data, **own)
     trainer.train(resume_from_checkpoint=before)
     assert type(trainer.args.gradient_accumulation_steps) is int
     left = {"samples": net.samples, "losses": net.losses, "log": trainer.state.log_history}

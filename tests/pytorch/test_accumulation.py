@@ -39,14 +39,18 @@ def trainer_of(module: Any, kind: type | None = None, **args: Any) -> Any:
     return trainer
 
 
+def worker_of(**attributes: Any) -> Any:
+    return SimpleNamespace(micro_batches=6, client=SimpleNamespace(workers=2), **attributes)
+
+
 def drawing(batches: Any, number: int, device: object) -> tuple[list[int], object]:
     return [batch for batch, _ in zip(batches, range(number), strict=False)], device
 
 
 def test_a_step_at_the_end_of_an_epoch_is_of_what_is_left(module: Any) -> None:
-    trainer, worker = trainer_of(module), SimpleNamespace(micro_batches=6, drawn=None)
+    trainer, worker = trainer_of(module), worker_of(drawn=None)
     accumulation, batches = module.Accumulation(trainer, worker), iter(range(100))
-    trainer._run_epoch(steps_in_epoch=10, resume_from_checkpoint=None, epoch=0, epochs_trained=0)
+    trainer._run_epoch(train_dataloader=(), steps_in_epoch=10, resume_from_checkpoint=None, epoch=0, epochs_trained=0)
     for drawn in (6, 4, 6, 6):  # in its next epoch the loop asks on, if it has not begun it anew
         worker.micro_batches = 6
         assert len(accumulation.draw(drawing, batches, "cpu")[0]) == worker.micro_batches == drawn
@@ -73,11 +77,11 @@ def test_a_run_that_goes_on_begins_where_the_worker_was_in_its_data(
     module: Any, skips: bool, resumed: str | None, expected: list[tuple[int, int, int]], left: list[int]
 ) -> None:
     """The Trainer itself believes that it is at the beginning of its second epoch."""
-    trainer, worker = trainer_of(module, ignore_data_skip=skips), SimpleNamespace(micro_batches=6, drawn=25)
+    trainer, worker = trainer_of(module, ignore_data_skip=skips), worker_of(drawn=25)
     accumulation, found, were_left = module.Accumulation(trainer, worker), [], []
     for epoch in (1, 2):
         own = {"epoch": epoch, "epochs_trained": 1, "steps_trained_in_current_epoch": 0}
-        trainer._run_epoch(steps_in_epoch=10, resume_from_checkpoint=resumed, **own)
+        trainer._run_epoch(train_dataloader=(), steps_in_epoch=10, resume_from_checkpoint=resumed, **own)
         given = trainer.epochs[-1]
         found.append((given["epoch"], given["epochs_trained"], given["steps_trained_in_current_epoch"]))
         were_left.append(accumulation._left)

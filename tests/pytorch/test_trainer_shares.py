@@ -1,5 +1,4 @@
-"""Shares by speed in the Trainer, without and with DeepSpeed: a step is that of a synchronous run with the same
-micro-batches."""
+"""Shares by speed in the Trainer, without and with DeepSpeed: a step is that of a synchronous run."""
 
 from math import inf
 from pathlib import Path
@@ -50,13 +49,23 @@ def synchronous(workers: list[dict[str, Any]], by_tokens: bool, clip: float = in
     return nn.utils.parameters_to_vector(net.parameters()).detach()
 
 
-@pytest.mark.parametrize("name", ["whole", "tokens", "clipped", "deepspeed", "deepspeed, tokens"])
-def test_a_step_is_synchronous_with_the_same_micro_batches(out: Path, name: str) -> None:
-    """And an epoch is a pass over a worker's twelve batches, whose last step has what is left of them."""
+def numbers(workers: list[dict[str, Any]]) -> list[list[int]]:
+    """How many micro-batches the steps of each worker had."""
+    return [[len(step) // BATCH for step in each["samples"][:-1]] for each in workers]
+
+
+def are_passes(workers: list[dict[str, Any]]) -> bool:
+    """Whether all workers together have each sample once in their first three steps, and in the next three."""
+    parts = [sum((each["samples"][at] for each in workers for at in some), []) for some in (range(3), range(3, 6))]
+    return all(sorted(part) == list(range(len(Sines()))) for part in parts)
+
+
+@pytest.mark.parametrize("name", ["whole", "tokens", "clipped", "shuffled", "deepspeed", "deepspeed, tokens"])
+def test_a_step_is_that_of_a_synchronous_run(out: Path, name: str) -> None:
+    """Of the same samples, whatever the shares; and an epoch is a pass of both workers together."""
     ended = left(out, name)
-    numbers = [[len(step) // BATCH for step in each["samples"][:-1]] for each in ended]
-    assert numbers == [[4, 6, 2, 6, 6, 6], [4, 2, 2, 2, 2, 2]]
-    assert sorted(sum(ended[0]["samples"][:3] + ended[1]["samples"][:5], [])) == list(range(len(Sines())))
+    assert numbers(ended) == [[4, 6, 6, 6, 6, 6], [4, 2, 2, 2, 2, 2]]
+    assert are_passes(ended)
     expected = synchronous(ended, by_tokens="tokens" in name, clip=CLIP if name == "clipped" else inf)
     for each in ended:
         torch.testing.assert_close(each["parameters"].double(), expected, rtol=1e-6, atol=1e-6)
@@ -70,28 +79,57 @@ def test_the_loss_in_the_log_is_that_of_the_steps_own_micro_batches(out: Path, n
     assert logged == pytest.approx([mean(step) for step in ended["losses"][:-1]], abs=1e-4)
 
 
+@pytest.mark.parametrize("name", ["ragged", "ragged, tokens", "deepspeed, ragged"])
+def test_the_last_step_of_a_pass_is_of_what_is_left_of_it(out: Path, name: str) -> None:
+    """A worker that nothing is left for computes a gradient without weight."""
+    ended = left(out, name)
+    assert numbers(ended) == [[5, 8, 4, 8, 8, 4], [5, 2, 1, 2, 2, 1]]
+    for number in (2, 5):
+        ended[1]["samples"][number] = []
+    assert are_passes(ended)
+    expected = synchronous(ended, by_tokens="tokens" in name)
+    for each in ended:
+        torch.testing.assert_close(each["parameters"].double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_processes_that_read_ahead_read_what_is_dealt(out: Path) -> None:
+    for ours, theirs in zip(left(out, "shuffled, read by processes"), left(out, "shuffled"), strict=True):
+        assert ours["samples"] == theirs["samples"] and torch.equal(ours["parameters"], theirs["parameters"])
+
+
+def test_a_script_that_divides_the_data_draws_from_each_part(out: Path) -> None:
+    """An epoch is a pass over a worker's twelve batches, whose last step has what is left of them."""
+    ended = left(out, "divided by the script")
+    assert numbers(ended) == [[4, 6, 2, 6, 6, 6], [4, 2, 2, 2, 2, 2]]
+    assert sorted(sum(ended[0]["samples"][:3] + ended[1]["samples"][:5], [])) == list(range(len(Sines())))
+    expected = synchronous(ended, by_tokens=False)
+    for each in ended:
+        torch.testing.assert_close(each["parameters"].double(), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_data_without_a_length_have_no_step_that_ends_early(out: Path) -> None:
     """But for the one where the Trainer takes its epoch to end, after as many batches as the run has steps of four."""
     ended = left(out, "endless")
-    numbers = [[len(step) // BATCH for step in each["samples"][:-1]] for each in ended]
-    assert numbers == [[4, 6, 6, 6, 2, 6], [4, 2, 2, 2, 2, 2]]
+    assert numbers(ended) == [[4, 6, 6, 6, 2, 6], [4, 2, 2, 2, 2, 2]]
     for each in ended:
         expected = synchronous(ended, by_tokens=False)
         torch.testing.assert_close(each["parameters"].double(), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["whole", "deepspeed"])
+@pytest.mark.parametrize("name", ["whole", "divided by the script", "deepspeed"])
 def test_a_run_that_goes_on_draws_what_it_would_have_drawn(out: Path, name: str) -> None:
-    """Each worker in its own epoch: the first has had all of its data after three steps, the second two thirds."""
-    resumed = left(out, "resumed" if name == "whole" else "deepspeed, resumed")
+    """With its own parts each worker goes on in an epoch of its own: the first has had all of its data after three
+    steps, the second two thirds."""
+    resumed = left(out, "resumed" if name == "whole" else f"{name}, resumed")
     for whole, again in zip(left(out, name), resumed, strict=True):
         assert again["samples"] == whole["samples"][SAVED_AT:]
         assert torch.equal(again["parameters"], whole["parameters"])
 
 
-def test_equal_shares_change_no_bit(out: Path) -> None:
-    for ours, theirs in zip(left(out, "equal shares"), left(out, "equal"), strict=True):
-        assert ours["samples"] == theirs["samples"] and {len(each) for each in ours["samples"][:3]} == {4 * BATCH}
+@pytest.mark.parametrize(("name", "last"), [("", 4), ("ragged, ", 2)])
+def test_equal_shares_change_no_bit(out: Path, name: str, last: int) -> None:
+    for ours, theirs in zip(left(out, f"{name}equal shares"), left(out, f"{name}equal"), strict=True):
+        assert ours["samples"] == theirs["samples"] and len(ours["samples"][2]) == last * BATCH
         assert torch.equal(ours["parameters"], theirs["parameters"])
 
 
