@@ -5,11 +5,13 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from threading import Event, Timer
+from unittest.mock import MagicMock
 
 import pytest
 
 pytest.importorskip("deepspeed")
 
+from fairseq_async.deepspeed_plugin import compilation  # noqa: E402
 from fairseq_async.deepspeed_plugin.compilation import waiting_for_compilers  # noqa: E402
 
 
@@ -33,9 +35,15 @@ def test_waiting_for_a_lock_names_the_file_and_the_remedy(lock: Path, capsys: py
     assert f"delete {lock}" in printed
 
 
-def test_nothing_is_said_where_nothing_is_waited_for(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with waiting_for_compilers(seconds=60):
-        pass
+def test_nothing_is_said_where_nothing_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, lock: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timer = MagicMock()
+    monkeypatch.setattr(compilation, "Timer", timer)
+    with waiting_for_compilers():
+        assert [each[0] for each in timer.mock_calls] == ["", "().start"]
+    assert timer.call_args.args[0] == 60.0, "an operator compiles for about half a minute"
+    timer.return_value.cancel.assert_called_once_with()
     assert capsys.readouterr().err == ""
 
 

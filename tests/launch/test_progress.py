@@ -263,6 +263,24 @@ def test_the_position_has_update_epoch_and_time_left_at_the_speed_so_far(
     assert progress.result() == "update 20 of 100, epoch 1 of 4"  # no rates: nothing has come in the last seconds
 
 
+def test_a_time_left_is_said_of_a_run_that_goes_on_and_of_more_than_a_second(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The rates of the whole view are over the time since its first update."""
+    monkeypatch.setattr(RunLength, "read", lambda _: RunLength(1, steps=100))
+    now, path = [1000.0], tmp_path / "events.jsonl"
+    path.write_text(event(0, 10, 5000.0))
+    progress = Progress(tmp_path, 1, clock=lambda: now[0], whole=True)
+    for seconds, left in ((1.0, ""), (2.0, ", 0:00:16 left")):
+        with path.open("a") as file:
+            file.write(event(0, 20 if seconds > 1 else 15, 5000.0 + seconds, sequence=int(seconds)))
+        now[0] = 1000.0 + seconds
+        progress.poll()
+        assert progress.time_left == left
+    now[0] += 8.0
+    assert progress.seconds == 10.0 and progress.rows()[-1].tokens == pytest.approx(30.0)
+
+
 def test_the_night_before_a_resumption_is_no_part_of_the_time_left_of_the_whole_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

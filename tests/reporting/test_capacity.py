@@ -253,7 +253,11 @@ def test_a_run_is_watched_by_its_own_clock(tmp_path: Path) -> None:
     assert (every.name, every.updates, every.staleness, every.loss) == ("all", 60, 0.0, 2.0)
     assert every.tokens == pytest.approx(20.0, rel=0.1)
     assert "nothing new" not in watched.summary()
-    now[0] += 45
+    now[0] += 10
+    assert "nothing new" not in watched.summary()
+    now[0] += 1
+    assert "nothing new for 11 s" in watched.summary()
+    now[0] += 34
     watched.poll()
     assert "nothing new for 45 s" in watched.summary() and watched.rows()[-1].tokens == 0.0
     with (run / "events.jsonl").open("a") as log:

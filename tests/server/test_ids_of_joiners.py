@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fairseq_async.errors import RefusedError
-from fairseq_async.server.membership import JOINERS, Membership
+from fairseq_async.server.membership import Membership
 from scripts.faults.sgd_server import build
 from tests.helpers.in_process import Connection, end, new_service
 
@@ -46,9 +46,12 @@ def test_the_id_of_a_joiner_that_has_left_for_good_is_free_at_once() -> None:
 def test_where_no_other_id_is_free_that_of_a_joiner_that_may_come_back_is_taken() -> None:
     membership = joined()
     membership.leave(2, for_good=False, now=10.0)
-    for worker in range(3, 2 + JOINERS):
+    for worker in range(3, 2 + 16):
         membership.connect(worker, "C", 11.0)
     assert id_of_another(membership, 12.0) == 2
+    membership.connect(2, "C", 12.0)
+    with pytest.raises(RefusedError, match="16 workers have joined this run already; there is room for no more"):
+        id_of_another(membership, 13.0)
 
 
 def test_another_process_may_be_a_worker_that_has_been_silent_for_its_timeout() -> None:

@@ -22,7 +22,8 @@ from fairseq_async.protocol.shard_messages import TAKEN
 from fairseq_async.server.programs import gradient_main
 from fairseq_async.server.run import as_many
 from fairseq_async.server.shards import remote
-from fairseq_async.server.shards.remote import HostConnector, connect_hosts
+from fairseq_async.server.shards.calls import OtherShard
+from fairseq_async.server.shards.remote import HostConnector, RemoteShard, connect_hosts
 from fairseq_async.worker.connection.shard_lines import ShardLines
 from tests.helpers.commands import free_port
 from tests.helpers.sharded import (
@@ -62,6 +63,17 @@ def test_a_host_that_hangs_is_named_and_waited_for(
             goes_on.join()
     said = f"the run waits: shard 1 of the server, at {own.addresses[0]}, has not answered for 0 s"
     assert said in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("in_time", [False, True])
+def test_an_answer_that_is_missing_for_a_minute_is_told(monkeypatch: pytest.MonkeyPatch, in_time: bool) -> None:
+    """A host may write a large state meanwhile."""
+    channel, said = MagicMock(), list[str]()
+    channel.is_readable.return_value = in_time
+    monkeypatch.setattr(OtherShard, "answer", lambda shard: "its answer")
+    assert RemoteShard("shard 1", MagicMock(), channel, said.append).answer() == "its answer"
+    channel.is_readable.assert_called_once_with(60.0)
+    assert said == ([] if in_time else ["the run waits: shard 1 has not answered for 60 s"])
 
 
 def test_a_host_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import ConfigurationError
+from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.protocol import Assignment, Push, PushReply, Report, Status, Welcome
 from fairseq_async.worker import batches
 from fairseq_async.worker.async_worker import AsyncWorker
@@ -257,6 +259,20 @@ def test_a_worker_that_waits_long_for_the_end_of_the_others_says_so_once(
     Sending(client, ends=False).await_end()
     line = "worker 1 has taken its last step, and waits for the end of the others, to have the finished model\n"
     assert capsys.readouterr().out == line
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_worker_that_does_not_wait_long_for_the_end_of_the_others_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    timer = MagicMock()
+    monkeypatch.setattr("fairseq_async.worker.async_worker.threading.Timer", timer)
+    client = Answering()
+    client.wait_for_work = MagicMock(side_effect=ExchangeError("gone") if fails else None)  # type: ignore[method-assign]
+    with pytest.raises(ExchangeError) if fails else nullcontext():
+        Sending(client, ends=False).await_end()
+    assert timer.call_args.args[0] == 10.0
+    assert [each[0] for each in timer.return_value.method_calls] == ["start", "cancel"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
