@@ -36,3 +36,11 @@ def test_a_step_does_not_grow_with_the_gradient() -> None:
         optimizer.step()
         moved.append((parameter.detach() - torch.tensor([3.0, 4.0])).norm())
     assert moved[0] == pytest.approx(moved[1]) and moved[0] == pytest.approx(0.5)  # 0.1 of the length
+
+
+def test_a_step_of_nothing_leaves_a_parameter_as_it_is() -> None:
+    """As of a part of the model that the first batch does not use."""
+    parameter = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    parameter.grad = torch.zeros(2)
+    Lamb([parameter], lr=0.1).step()
+    assert parameter.tolist() == [3.0, 4.0]

@@ -84,6 +84,16 @@ def test_four_unit_gradients_by_hand() -> None:
     assert theta.item() == pytest.approx(-1.33, rel=1e-6) and stepped == [False, False, False, True]
 
 
+def test_a_buffer_of_more_updates_than_a_step_has_now_makes_one_step_of_their_mean() -> None:
+    """As of a checkpoint of more workers: the momentum takes (1 + 2 + 3 + 6) / 4."""
+    before, rule = DelayedNesterov(LR, BETA, delay=8), DelayedNesterov(LR, BETA, delay=2)
+    apply_all(before, torch.zeros(1), torch.tensor([[1.0], [2.0], [3.0]]))
+    rule.load_state_dict(before.state_dict())
+    theta, stepped = apply_all(rule, torch.zeros(1), torch.tensor([[6.0]]))
+    assert stepped == [True] and rule.momentum_buffer is not None and rule.momentum_buffer.tolist() == [3.0]
+    assert theta.item() == pytest.approx(-LR * (BETA * 3.0 + 6.0 / 2), rel=1e-6)
+
+
 def test_without_momentum_every_rule_is_the_sum_of_the_arrivals() -> None:
     theta, deltas = drawn(3, 6)
     expected = theta - LR / 2 * deltas.sum(0)

@@ -63,13 +63,15 @@ def test_what_was_uploaded_is_there_and_its_source_may_change(cuda: FakeCuda, gp
 
 
 def test_memory_is_pinned_once_and_let_go_when_another_takes_its_place(cuda: FakeCuda, gpu: CudaDevice) -> None:
-    first, second = torch.zeros(4), torch.zeros(8)
+    first, second, third = torch.zeros(4), torch.zeros(8), torch.zeros(8)
     gpu.pin("slot", first)
     gpu.pin("slot", first.view(2, 2))  # the same memory
     assert cuda.pinned == {first.data_ptr(): 16}
     gpu.begin(first, [torch.ones(4)])  # nobody waits: as when a worker is interrupted
     gpu.pin("slot", second)
     assert first.tolist() == [1.0] * 4 and cuda.pinned == {second.data_ptr(): 32}
+    gpu.pin("slot", third)
+    assert cuda.pinned == {third.data_ptr(): 32}, "of the same size, as after a restart of the server"
 
 
 def test_nothing_stays_pinned_when_the_worker_is_gone(cuda: FakeCuda) -> None:

@@ -20,11 +20,13 @@ def event(worker: int, version: int, now: float, **more: Any) -> str:
 
 
 def begin(run_dir: Path, kept: dict[int, int], lines: str = "", time: float = 0.0) -> None:
-    """What a server does that finds events: it says which of them it keeps, and replaces the file."""
-    with (run_dir / "rollbacks.jsonl").open("a") as file:
-        file.write(json.dumps({"time": time, "source": "a snapshot", "sequences": kept, "events": 0}) + "\n")
-    (run_dir / "events.jsonl.part").write_text(lines)
-    (run_dir / "events.jsonl.part").replace(run_dir / "events.jsonl")
+    """What a server does that finds events: it says which of them it keeps, and replaces both files."""
+    rollbacks = run_dir / "rollbacks.jsonl"
+    before = rollbacks.read_text() if rollbacks.exists() else ""
+    rollback = json.dumps({"time": time, "source": "a snapshot", "sequences": kept, "events": 0}) + "\n"
+    for path, content in ((rollbacks, before + rollback), (run_dir / "events.jsonl", lines)):
+        (run_dir / "part").write_text(content)
+        (run_dir / "part").replace(path)
 
 
 def test_progress_follows_the_log_and_leaves_half_a_line_for_later(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fairseq_async.errors import RefusedError
+from fairseq_async.errors import BrokenFileError, RefusedError
 from fairseq_async.records.snapshots import Snapshots
-from fairseq_async.records.state_files import write_state
+from fairseq_async.records.state_files import load_checked, write_state
 
 
 @pytest.fixture
@@ -43,3 +43,10 @@ def test_the_systems_error_is_told_and_not_the_one_that_torch_raises_behind_it(t
     Snapshots(tmp_path, tell=told.append).take_last(state, 1)
     (line,) = told
     assert line.startswith("the last snapshot could not be written: ") and "File too large" in line
+
+
+@pytest.mark.parametrize("content", [b"", b"abc"], ids=["empty", "shorter than a checksum"])
+def test_a_state_that_was_cut_at_its_very_beginning_is_broken(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "state.pt").write_bytes(content)
+    with pytest.raises(BrokenFileError):
+        load_checked(tmp_path / "state.pt")

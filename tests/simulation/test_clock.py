@@ -89,6 +89,8 @@ def test_work_is_as_much_later_as_its_pauses_last() -> None:
     presence = Presence(pauses, 0)
     assert [presence.done(0.0, seconds) for seconds in (1.0, 2.0, 2.25, 2.6)] == pytest.approx([1.0, 2.0, 3.25, 9.1])
     assert presence.done(2.5, 0.25) == pytest.approx(3.25)
+    standing = Presence([Absence(worker=0, from_=0.0, to=2.0, pause=True)], 0)
+    assert (standing.arrivals(), standing.departures()) == ([0.0], []), "it is a member from the beginning"
 
 
 def test_steps_together_take_the_sum_of_theirs(tmp_path: Path) -> None:
