@@ -244,3 +244,17 @@ def test_a_server_that_cannot_be_started_again_is_tried_ever_more_rarely_and_not
     assert server.poll() == 7 and server.over.is_set() and closed, "no worker waits for it any more"
     said = capsys.readouterr().err
     assert said.count("cannot be started again yet: no memory") == 5 and said.count("started again: no memory") == 1
+
+
+def test_after_a_start_that_has_succeeded_failures_count_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    server: Any = ServerProcess.__new__(ServerProcess)
+    pauses, failure = list[float](), OSError("no memory")
+    server.restarts, server.over = 20, threading.Event()
+    server._wait = MagicMock(side_effect=[7, 7, 7, 7, 7, 0])
+    server._recover = MagicMock(side_effect=[failure, failure, "version 1", failure, "version 2"])
+    server._end_standby = lambda: None
+    server._stopping = SimpleNamespace(is_set=lambda: False, wait=pauses.append)
+    server._listener = MagicMock()
+    server._supervise()
+    assert pauses == [1, 2, 1] and server.restarts == 15 and server.poll() == 0
+    assert capsys.readouterr().err.count("was started again from version") == 2

@@ -218,7 +218,10 @@ def test_a_server_that_stays_away_is_tried_until_the_very_end_of_the_patience(
     with pytest.raises(ExchangeError, match="not there yet"):
         LastingConnection._try_again(worker, meet)
     assert time.pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 0.7]) and meet.call_count == 9
-    assert caplog.messages == ["not there yet; trying again for 12 s"], "once, and not of a pause of a second"
+    assert caplog.messages == ["not there yet; trying again for 12 s"], "once"
+    caplog.clear()
+    meet.side_effect = [*[ExchangeError("not there yet")] * 4, "there"]
+    assert LastingConnection._try_again(worker, meet) == "there" and not caplog.messages, "it was away for a moment"
 
 
 @pytest.mark.parametrize("back_after", [11.0, 14.0])
