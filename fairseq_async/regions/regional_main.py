@@ -111,6 +111,11 @@ class RegionalService(Service):
             self._join(self.run, self.run.coordinator.server.parameters, patient=True)
         return name
 
+    def excuse(self, seconds: float) -> None:
+        super().excuse(seconds)
+        if self._ending_at is not None:
+            self._ending_at += seconds
+
     def _tick(self) -> float:
         """Handles the news of the global server before the usual work."""
         while (news := self._next_news()) is not None:

@@ -136,6 +136,10 @@ class Service(Connections):
         """Lets the worker of a closed connection leave."""
         self._depart(peer, for_good=False)
 
+    def excuse(self, seconds: float) -> None:
+        """Moves all times on by the seconds in which this process was suspended or stopped."""
+        self.membership.excuse(seconds)
+
     def tick(self) -> float:
         """Does what is due by now; returns the seconds until it is to be called again. Raises as :meth:`handle`."""
         try:

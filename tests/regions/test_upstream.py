@@ -283,6 +283,17 @@ def test_a_region_that_is_done_waits_for_the_global_server_as_long_as_for_a_work
     assert not busy(31.0) and len(told) == 1, "it has answered"
 
 
+def test_the_time_in_which_a_region_was_stopped_is_no_silence_of_the_global_server(tmp_path: Path) -> None:
+    """As of a machine that is suspended while it sends its last update."""
+    service = RegionalService("token", 1, tmp_path, local_sgd_main.build, print, lambda *given: pytest.fail("none"))
+    began = service.membership._began
+    service.excuse(100.0)
+    assert service._ending_at is None and service.membership._began == began + 100.0
+    service._ending_at = 20.0
+    service.excuse(50.0)
+    assert service._ending_at == 70.0 and service.membership._began == began + 150.0
+
+
 @pytest.mark.parametrize("patient", [True, False])
 def test_a_region_says_once_that_it_tries_again(monkeypatch: pytest.MonkeyPatch, patient: bool) -> None:
     """It may do so for days."""

@@ -86,7 +86,7 @@ class EventLoop(ConnectionLoop):
         ``read_at``, much longer than the ``wait`` that it meant. Returns the time."""
         membership, now = self.service.membership, self.service.clock()
         if now - read_at - wait > membership.timeout / 2:
-            membership.excuse(now - read_at)
+            self.service.excuse(now - read_at)
             if self._finished_at is not None:
                 self._finished_at += now - read_at
         return now
