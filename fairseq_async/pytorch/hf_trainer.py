@@ -185,14 +185,19 @@ class AsyncCallback(TrainerCallback):
 
     def _clipping(self) -> dict[str, object]:
         """Returns the option by which the server clips the mean gradient, as a synchronous Trainer does, and lets this
-        worker's Trainer only measure its own; nothing where the script has given the server a norm."""
+        worker's Trainer only measure its own; nothing where the script has given the server a norm. Where the script
+        itself clips to another norm, as in its ``training_step``, that stays."""
         assert self._trainer is not None
         norm = float(self._trainer.args.max_grad_norm or 0.0)
         if "clip_norm" in self.options or norm <= 0:
             return {}
         accelerator: Any = self._trainer.accelerator
         clip = accelerator.clip_grad_norm_
-        accelerator.clip_grad_norm_ = lambda parameters, *_, **__: clip(parameters, inf)
+
+        def measure(parameters: Any, max_norm: float, *others: Any, **named: Any) -> Any:
+            return clip(parameters, inf if max_norm == norm else max_norm, *others, **named)
+
+        accelerator.clip_grad_norm_ = measure
         return {"clip_norm": norm}
 
     def _shares(self) -> dict[str, object]:

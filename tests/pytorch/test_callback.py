@@ -157,3 +157,18 @@ def test_what_cannot_be_divided_is_one_line(
         callback.on_train_begin(args, state, None, model=0, optimizer=0, lr_scheduler=0)
     said = "error: AsyncCallback: shares is auto: give TrainingArguments gradient_accumulation_steps of at least 2"
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("max_norm", "norm", "others"), [(1.0, 5.0, {}), (0.5, 0.5, {}), (0.7, 0.7, {"norm_type": 1})])
+def test_the_trainers_own_clipping_is_the_servers_and_a_scripts_stays(
+    module: Any, monkeypatch: pytest.MonkeyPatch, max_norm: float, norm: float, others: dict[str, float]
+) -> None:
+    """A training_step may clip a part of the model, or to another norm, by the Trainer's accelerator."""
+    callback, weight = callback_of(module, monkeypatch), torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, 4.0])
+    accelerator = SimpleNamespace(clip_grad_norm_=torch.nn.utils.clip_grad_norm_)
+    callback._trainer = SimpleNamespace(args=SimpleNamespace(max_grad_norm=1.0), accelerator=accelerator)
+    assert callback._clipping() == {"clip_norm": 1.0}
+    measured = accelerator.clip_grad_norm_([weight], max_norm, **others)
+    assert measured.item() == pytest.approx(7.0 if others else 5.0)
+    assert weight.grad.norm(others.get("norm_type", 2)).item() == pytest.approx(norm, rel=1e-5)
