@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import (
     ChainedScheduler,
     ConstantLR,
     CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
     LambdaLR,
     LRScheduler,
     OneCycleLR,
@@ -261,6 +262,34 @@ def test_a_loop_may_step_its_scheduler_more_often_than_the_run_has_steps(
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # that a loss with its graph is made a number
         assert workers(1, gradient_main.build).run(train) == [True]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda of: CosineAnnealingWarmRestarts(of, 4), lambda of: LambdaLR(of, lambda epoch: 0.5**epoch)],
+    ids=["restarts", "function"],
+)
+def test_a_scheduler_that_is_stepped_by_parts_of_an_epoch_is_one_line(
+    workers: Start, capfd: pytest.CaptureFixture[str], make: Callable[[Optimizer], Any]
+) -> None:
+    """In the first epoch, too, as torch's own example has it: the server would go on by steps of the optimizer."""
+
+    def train(worker: int) -> None:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = make(optimizer)
+        with pytest.raises(SystemExit, match="2"), HybridAsync(model, optimizer, scheduler, total_steps=STEPS):
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                backward(model, step)
+                optimizer.step()
+                assert step < 2
+                scheduler.step(step / STEPS)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has deprecated it, but for CosineAnnealingWarmRestarts
+        workers(1, gradient_main.build).run(train)
+    assert "is stepped by parts of an epoch" in capfd.readouterr().err
 
 
 class Outside(LRScheduler):

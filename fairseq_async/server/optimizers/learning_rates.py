@@ -172,6 +172,7 @@ class StepCount:
         self._kept = [each.last_epoch for each in self._counting]
         self.ended, self.early = False, False
         self._before_first = True
+        self._rates: list[float] = []  # before the last step of the optimizer
         self._idle = self._hasty = 0  # how many steps of the optimizer in a row came without one of it, or with more
 
     def before_step(self) -> None:
@@ -179,8 +180,8 @@ class StepCount:
         optimizer.
 
         Raises:
-            ConfigurationError: the loop steps the scheduler less often, or more often, than the optimizer. A loop that
-                never steps it is right: the server's schedule goes on by itself.
+            ConfigurationError: the loop steps the scheduler less often, or more often, than the optimizer, or by parts
+                of an epoch. A loop that never steps it is right: the server's schedule goes on by itself.
         """
         taken = steps_taken(self._scheduler)
         self.ended |= taken >= self._end
@@ -193,6 +194,13 @@ class StepCount:
 
     def _check(self, taken: int) -> None:
         more, self._last = taken - self._last, taken
+        before, self._rates = self._rates, [float(rate) for rate in self._scheduler.get_last_lr()]
+        if before and not more and self._rates != before:
+            raise ConfigurationError(
+                f"{type(self._scheduler).__name__} is stepped by parts of an epoch, as in step(epoch + i / n), and the "
+                "server takes its rates at each step of the optimizer: call step() without an argument, and give its "
+                "lengths in steps (for an epoch of n batches, n steps)"
+            )
         self._hasty = self._hasty + 1 if more > 1 else 0  # a GradScaler skips steps of the optimizer, but not for ever
         late, self._idle = self._idle, 0 if more else self._idle + 1
         sparse = late > 1 if more else self._idle > 1 and taken > self._began
