@@ -4,6 +4,15 @@ Each command imports what it needs when it is called, and says what is wrong wit
 matplotlib take seconds to import.
 """
 
-from fairseq_async.cli.program import app, main
+import sys
 
-__all__ = ["app", "main"]
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Runs the command line; Ctrl-C ends it without a traceback, also while its own modules are imported."""
+    try:
+        from fairseq_async.cli import program
+    except KeyboardInterrupt:
+        sys.exit(130)
+    program.main()

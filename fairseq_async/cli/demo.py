@@ -4,12 +4,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fairseq_async.errors import AsyncError, ConfigurationError
+from fairseq_async.errors import AsyncError, ConfigurationError, why_not_written
 
 _RUNS = ("synchronous", "asynchronous")
 _LARGEST, _LEAST = (72, 14), (35, 3)  # width and height of the picture in the terminal, in characters
@@ -31,12 +32,14 @@ def demo(
 
     from fairseq_async.launch.progress.display import plain_console
 
+    if find_spec("matplotlib") is None:  # before a minute of training
+        raise ConfigurationError("matplotlib, which draws the picture, is not here: pip install matplotlib")
     try:
         for name in _RUNS:
             (out / name).mkdir(parents=True, exist_ok=True)
             (out / name / "events.jsonl").unlink(missing_ok=True)  # of an earlier call
     except OSError as error:
-        raise ConfigurationError(f"--out {out}: cannot be written: {error.strerror}") from error
+        raise ConfigurationError(f"--out {out}: cannot be written: {why_not_written(error, out)}") from error
     curves: dict[str, _Curve] = {}
     console = plain_console()
     with Live(console=console, auto_refresh=False) as live:
@@ -44,11 +47,13 @@ def demo(
             for _ in _run(name, out / name, steps):
                 curves[name] = _read(out / name)
                 live.update(_picture(curves, *console.size), refresh=True)
+    if not console.is_terminal:
+        print()  # rich ends the picture's last line on a terminal alone
     _draw(curves, out / "demo.png")
     seconds = {name: curve[-1][0] for name, curve in curves.items()}
     last = curves["synchronous"][-1][1]
     print(
-        f"\nThe same number of batches took {seconds['synchronous']:.0f} s synchronously, where the fast worker waits "
+        f"The same number of batches took {seconds['synchronous']:.0f} s synchronously, where the fast worker waits "
         f"for the slow one, and {seconds['asynchronous']:.0f} s asynchronously; the synchronous run's last loss, "
         f"{last:.2f}, was there after {_reached(curves['asynchronous'], last)}.\n"
         f"The picture is {out / 'demo.png'}. Next: fairseq-async report {out / _RUNS[0]} {out / _RUNS[1]}, and "
@@ -72,6 +77,7 @@ def _run(name: str, run_dir: Path, steps: int) -> Iterator[None]:
                 time.sleep(0.5)
         finally:
             process.terminate()  # where the demo is interrupted: the launcher ends its workers
+            process.wait()  # which the end of the block does not after Ctrl-C
     if process.returncode:
         from fairseq_async.launch.error_lines import last_words  # start-up time
 
@@ -130,4 +136,4 @@ def _draw(curves: dict[str, _Curve], path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
-        raise AsyncError(f"--out: {path} cannot be written: {error.strerror}") from error
+        raise AsyncError(f"--out: {path} cannot be written: {why_not_written(error, path.parent)}") from error

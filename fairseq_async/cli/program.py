@@ -6,13 +6,14 @@ import logging
 import os
 import resource
 import sys
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from fairseq_async import __version__
 from fairseq_async.cli import demo, inspect, run, simulate
-from fairseq_async.errors import AsyncError
+from fairseq_async.errors import AsyncError, why_not_written
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for commands in (demo, run, simulate, inspect):
@@ -91,7 +92,8 @@ def _after_failed_write(error: OSError, program: str) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if error.errno == errno.EPIPE:
         sys.exit(1)
-    _fail(f"{error.filename or 'the output'} cannot be written: {error.strerror}", 1, program)
+    why = why_not_written(error, Path(error.filename).parent) if error.filename else "its disk is full; make room there"
+    _fail(f"{error.filename or 'the output'} cannot be written: {why}", 1, program)
 
 
 def _fail(message: str, code: int, program: str = "fairseq-async") -> NoReturn:

@@ -1,5 +1,7 @@
 """``fairseq-async demo``: two trainings by the launcher, with few steps."""
 
+import errno
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +30,13 @@ def test_both_runs_train_on_as_many_batches_and_the_curves_are_drawn(
     assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_without_matplotlib_it_ends_before_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fairseq_async.cli.demo.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match="pip install matplotlib"):
+        demo(tmp_path / "demo", steps=6)
+    assert not (tmp_path / "demo").exists()
+
+
 def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match=r"--out .*file: cannot be written: Not a directory"):
@@ -54,17 +63,18 @@ def test_a_run_that_fails_or_cannot_write_is_one_line_that_says_why(
 
 
 @pytest.mark.usefixtures("executed")
-def test_an_interrupted_demo_ends_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_demo_stays_until_its_launcher_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = tmp_path / "python"
     launcher.write_text(
-        "#!/bin/bash\ntrap 'echo ended; exit' TERM\necho started\nfor n in {1..600}; do sleep 0.1; done\n"
+        "#!/bin/bash\ntrap 'sleep 1; echo ended; exit' TERM\necho started\nfor n in {1..600}; do sleep 0.1; done\n"
     )
     launcher.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(launcher))
     log, run = tmp_path / "run.log", _run("synchronous", tmp_path / "run", steps=6)
     while "started" not in log.read_text() if log.exists() else True:
         next(run)
-    run.close()  # as an interrupt does where the picture is drawn
+    with pytest.raises(KeyboardInterrupt):
+        run.throw(KeyboardInterrupt)
     assert "ended" in log.read_text()
 
 
@@ -101,6 +111,15 @@ def test_the_picture_has_each_point_at_its_time_and_loss() -> None:
 def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(AsyncError, match=r"--out: .*none/demo.png cannot be written: No such file"):
         _draw({"synchronous": [(0.0, 2.0), (1.0, 1.0)]}, tmp_path / "none" / "demo.png")
+
+
+def test_on_a_full_disk_the_line_says_where_to_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    with pytest.raises(AsyncError, match=f"the disk is full; make room in {tmp_path}$"):
+        _draw({"synchronous": [(0.0, 2.0), (1.0, 1.0)]}, tmp_path / "demo.png")
 
 
 def test_the_picture_fits_into_a_small_terminal() -> None:

@@ -145,6 +145,14 @@ def test_a_rank_of_a_synchronous_method_cannot_be_joined() -> None:
         _line(["fairseq-train", "data", "--optimizer", "adasum"], 1)
 
 
+@pytest.mark.usefixtures("executed")  # a fork has imported it all
+def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    ended = subprocess.run([sys.executable, "-m", "fairseq_async"], capture_output=True, text=True, env=environment)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
 def test_the_package_is_a_program_too(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "fairseq_async", "audit", "none"]
     ended = subprocess.run(
@@ -177,7 +185,7 @@ def test_output_that_finds_no_room_is_one_line_and_one_that_nobody_reads_is_none
     reader, pipe = os.pipe()
     os.close(reader)
     full = os.open("/dev/full", os.O_WRONLY)
-    no_room = "fairseq-async: error: the output cannot be written: No space left on device\n"
+    no_room = "fairseq-async: error: the output cannot be written: its disk is full; make room there\n"
     for output, said in ((full, no_room), (pipe, "")):
         line = [sys.executable, "-m", "fairseq_async", argument]
         ended = subprocess.run(line, stdout=output, stderr=subprocess.PIPE, text=True, env=environment)
@@ -186,7 +194,7 @@ def test_output_that_finds_no_room_is_one_line_and_one_that_nobody_reads_is_none
 
 
 def test_every_argument_and_option_is_explained_in_a_sentence() -> None:
-    for name, command in get_command(cli.app).commands.items():  # type: ignore[attr-defined]
+    for name, command in get_command(program.app).commands.items():  # type: ignore[attr-defined]
         for parameter in command.params:
             text = getattr(parameter, "help", None) or ""
             assert text.endswith("."), (name, parameter.name, text)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from fairseq_async.cli import app
+from fairseq_async.cli.program import app
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.export import Format, export
 from fairseq_async.protocol import Layout
