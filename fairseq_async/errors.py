@@ -4,6 +4,7 @@ import errno
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 USER_ERROR = 2  # exit code of a process that cannot run as it was asked to: starting it again would not help
@@ -101,6 +102,14 @@ def disk_error(error: BaseException) -> BaseException:
     that the disk is full."""
     behind = error.__context__
     return behind if isinstance(behind, OSError) else error
+
+
+def why_not_written(error: BaseException, directory: Path) -> str:
+    """Returns why a file could not be written in this directory; of a full disk, where to make room."""
+    why = disk_error(error)
+    if isinstance(why, OSError) and why.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk is full; make room in {directory}"
+    return (why.strerror if isinstance(why, OSError) else None) or str(why)
 
 
 _SCARCE = {

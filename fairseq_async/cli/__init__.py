@@ -12,7 +12,7 @@ __all__ = ["main"]
 def main() -> None:
     """Runs the command line; Ctrl-C ends it without a traceback, also while its own modules are imported."""
     try:
-        from fairseq_async.cli import program
+        from fairseq_async.cli import program  # here, where Ctrl-C is caught
     except KeyboardInterrupt:
         sys.exit(130)
     program.main()

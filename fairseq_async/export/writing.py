@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import ConfigurationError, disk_error
+from fairseq_async.errors import ConfigurationError, why_not_written
 from fairseq_async.export.huggingface import write_hf
 from fairseq_async.export.reading import Source, read, save_tensors
 
@@ -78,7 +78,7 @@ def _written(out: Path) -> Iterator[Path]:
         yield part
         part.replace(out)
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise ConfigurationError(f"{out} cannot be written: {disk_error(error)}") from error
+        raise ConfigurationError(f"{out} cannot be written: {why_not_written(error, out.parent)}") from error
     finally:
         with suppress(OSError):  # on a disk that cannot be written to, there is nothing to remove
             _remove(part)

@@ -33,7 +33,7 @@ def last_words(log: Path, start: int = 0) -> str:
     exception = _exception(lines)
     says_why = exception and not _OF_THE_DISK.search(exception) and not (exception == lines[-1] and _is_cut(log))
     if _is_full(log.parent) and not says_why:
-        return f"the disk of {log} is full"
+        return f"the disk of {log} is full: make room there"
     return exception or (lines[-1] if lines else "")
 
 

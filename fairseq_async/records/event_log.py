@@ -1,5 +1,6 @@
 """``events.jsonl``, which has one line for every settled update, and the files that a replay needs besides."""
 
+import errno
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import torch
 from pydantic_core import from_json
 from torch import Tensor
 
-from fairseq_async.errors import disk_error
+from fairseq_async.errors import why_not_written
 from fairseq_async.method.spec import JsonObject
 from fairseq_async.protocol import Report
 from fairseq_async.protocol.notices import Tell, tell_log
@@ -45,7 +46,7 @@ class EventLog:
     def __init__(
         self, run_dir: Path, sequences: Mapping[int, int], source: str, time: float, tell: Tell = tell_log
     ) -> None:
-        self._tell, self._lacks = tell, set[str]()
+        self._run_dir, self._tell, self._lacks = run_dir, tell, set[str]()
         path = run_dir / EVENTS
         bad = _take_back(path, sequences, source, time) if path.exists() else 0
         if bad:
@@ -78,7 +79,7 @@ class EventLog:
             size = os.fstat(self._file).st_size
             if os.write(self._file, line) < len(line):
                 os.ftruncate(self._file, size)  # readers see whole lines only
-                raise OSError("the disk is full")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def keep(self, path: Path, vector: Tensor) -> None:
         """Keeps a vector that a replay cannot compute, 4 bytes a value; on a full disk the run goes on without it."""
@@ -93,7 +94,7 @@ class EventLog:
             self._lacks.discard(what)
         except (OSError, RuntimeError) as error:  # torch makes one of the other when the disk is full
             if what not in self._lacks:
-                self._tell(f"{what} are not recorded: {disk_error(error)}; the run goes on")
+                self._tell(f"{what} are not recorded: {why_not_written(error, self._run_dir)}; the run goes on")
             self._lacks.add(what)
 
 

@@ -1,5 +1,6 @@
 """Snapshots: the server's whole state on disk, from which a new server goes on after its death."""
 
+import errno
 import os
 import signal
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import BrokenFileError, RefusedError, disk_error, first_line, is_scarcity
+from fairseq_async.errors import BrokenFileError, RefusedError, disk_error, first_line, is_scarcity, why_not_written
 from fairseq_async.exchange.linux import end_with_parent
 from fairseq_async.protocol.notices import Journal, Tell, tell_log
 from fairseq_async.records.state_files import load_checked, private, save_checked
@@ -19,6 +20,7 @@ DIRECTORY = "snapshots"
 OTHER, _BEFORE, _TORN = ".other", ".before", ".torn"
 OF_OTHER_RUNS = (OTHER, _BEFORE)
 _KEPT = 2  # snapshots; the last one may be torn by what killed the server
+_UNKNOWN = 255  # exit code of a writer whose error has no number of the system's
 _PAUSES = (0.2, 0.4, 0.8, 1.6, 3.2)  # seconds before another attempt to read, as where memory is short
 
 
@@ -59,7 +61,7 @@ class Snapshots:
             try:
                 self.take(state(), version)
             except OSError as error:  # no more processes, no memory for one, or the directory is gone
-                self._fail(f": {error}")
+                self._fail(error)
 
     def take(self, state: State, version: int) -> None:
         """Begins to write a snapshot; does nothing while the one before is being written.
@@ -74,7 +76,7 @@ class Snapshots:
         self._writing = version
         self._child = os.fork()
         if self._child == 0:
-            code = 1
+            code = _UNKNOWN
             try:
                 end_with_parent(signal.SIGKILL, server)  # a new server must not find what it has taken back
                 os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # connections and locks must end with the server
@@ -82,8 +84,9 @@ class Snapshots:
                 self._write(state, version)
                 code = 0
             except BaseException as error:
+                why = disk_error(error)
+                code = why.errno or code if isinstance(why, OSError) else code
                 if not self._failed:
-                    why = disk_error(error)
                     tell_log(f"writing the snapshot of version {version:,}: {type(why).__name__}: {why}")
             finally:
                 os._exit(code)
@@ -109,15 +112,17 @@ class Snapshots:
                 return False
             self._child = 0
             if status:
-                self._fail("")
+                code = os.waitstatus_to_exitcode(status)
+                self._fail(OSError(code, os.strerror(code)) if code in errno.errorcode else None)
             else:
                 self._failed = False
                 self.journal("snapshot", f"the snapshot of version {self._writing:,} is written")
         return True
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, error: OSError | None) -> None:
         """Tells of a failure once, not at each attempt while a disk is full for hours."""
         if not self._failed:
+            why = f": {why_not_written(error, self.directory)}" if error else ""
             self.tell(f"a snapshot could not be written{why}; the run goes on without it")
         self._failed = True
 
@@ -202,7 +207,7 @@ class Snapshots:
         try:
             self.take_here(state, version)
         except (OSError, RuntimeError) as error:
-            self.tell(f"the last snapshot could not be written: {disk_error(error)}")
+            self.tell(f"the last snapshot could not be written: {why_not_written(error, self.directory)}")
 
     def take_here(self, state: State, version: int) -> None:
         """Writes a snapshot in this process, which serves nobody meanwhile.

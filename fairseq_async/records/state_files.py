@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import BrokenFileError, RefusedError, disk_error, first_line, is_scarcity
+from fairseq_async.errors import BrokenFileError, RefusedError, first_line, is_scarcity, why_not_written
 
 _Value = TypeVar("_Value")
 _MARK = b"\nCRC32  "  # between a state, which torch reads to its own end, and the checksum behind it
@@ -59,7 +59,8 @@ def write_state(path: Path, state: State) -> None:
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             path.unlink(missing_ok=True)  # half of a state, which would keep the last room of a full disk
-        raise RefusedError(f"the server's state cannot be written to {path}: {disk_error(error)}") from error
+        why = why_not_written(error, path.parent)
+        raise RefusedError(f"the server's state cannot be written to {path}: {why}") from error
 
 
 def read_state(path: Path) -> State:
@@ -147,7 +148,8 @@ def placed(state: Path, inbox: Path) -> Iterator[None]:
         with open(state, "rb") as source, open(inbox, "xb", opener=private) as copy:
             shutil.copyfileobj(source, copy)
     except OSError as error:
-        raise RefusedError(f"the server's state cannot be written to {inbox}: {error}") from error
+        why = why_not_written(error, inbox.parent)
+        raise RefusedError(f"the server's state cannot be written to {inbox}: {why}") from error
     try:
         yield
     finally:

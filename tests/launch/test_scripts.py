@@ -182,7 +182,7 @@ def test_on_a_full_disk_the_words_are_that_it_is_full(tmp_path: Path, monkeypatc
     log.write_text("Traceback (most recent call last):\n    main(cfg, **kw")
     assert last_words(log) == "    main(cfg, **kw"
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=400, f_bavail=1, f_frsize=4096))
-    assert last_words(log) == f"the disk of {log} is full"
+    assert last_words(log) == f"the disk of {log} is full: make room there"
     log.write_text("fairseq-async: error: --lr is bad\n")
     assert last_words(log) == "--lr is bad"
 
@@ -231,7 +231,7 @@ def test_an_exception_of_another_reason_is_said_on_a_full_disk_too(
     path = tmp_path / "log"
     path.write_text(f'Traceback (most recent call last):\n  File "x"\n    f(){log}')
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=400, f_bavail=1, f_frsize=4096))
-    assert last_words(path) == (words or f"the disk of {path} is full")
+    assert last_words(path) == (words or f"the disk of {path} is full: make room there")
 
 
 def test_words_that_differ_in_their_time_alone_are_the_same_mistake() -> None:

@@ -60,7 +60,7 @@ def test_what_cannot_be_written_is_told_once_until_it_can_be_again(
     for sequence in range(6):
         log.write(0.0, Receipt(0, sequence, 0, 1.0, Status.APPLIED, 0, 1.0, sequence), Report())
     assert [event["sequence"] for event in events(tmp_path)] == [0, 3]
-    assert told == ["events are not recorded: the disk is full; the run goes on"] * 2
+    assert told == [f"events are not recorded: the disk is full; make room in {tmp_path}; the run goes on"] * 2
     (tmp_path / "updates").touch()
     for _ in range(2):
         log.keep(tmp_path / "updates" / "one.pt", torch.ones(2))

@@ -271,7 +271,8 @@ def test_a_disk_that_is_full_costs_a_snapshot_and_not_the_run(
     snapshots = Snapshots(tmp_path)
     snapshots.take({"version": 1}, 1)
     wait_until(lambda: not snapshots.busy)
-    assert "a snapshot could not be written; the run goes on without it" in capfd.readouterr().err
+    where = f"the disk is full; make room in {snapshots.directory}"
+    assert f"a snapshot could not be written: {where}; the run goes on without it" in capfd.readouterr().err
     assert not list(snapshots.directory.iterdir())
 
 

@@ -66,7 +66,7 @@ def test_a_run_goes_on_with_a_full_disk_and_writes_again_when_there_is_room(on_a
     assert found["running"] and found["version"] == 40 and found["statuses"] == ["applied"]
     assert found["sequences"][0] == 0 and found["sequences"][-20:] == list(range(20, 40))
     assert len(found["sequences"]) < 40, "the disk was there all the time"
-    assert found["said"].count("events are not recorded: the disk is full; the run goes on") == 1
+    assert found["said"].count("events are not recorded: the disk is full; make room in ") == 1
     assert found["said"].count("a snapshot could not be written") == 1
     assert found["snapshots"] >= 1 and len(found["log"]) < 20_000
 

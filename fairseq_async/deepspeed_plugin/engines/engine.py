@@ -26,7 +26,7 @@ from fairseq_async.deepspeed_plugin.engines.checkpoints import (
     server_state_beside,
 )
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
-from fairseq_async.errors import AsyncError, ConfigurationError, RefusedError, fail
+from fairseq_async.errors import AsyncError, ConfigurationError, RefusedError, fail, why_not_written
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.worker.changes import LoopWatch
 from fairseq_async.worker.hybrid import HybridWorker
@@ -192,7 +192,8 @@ class AsyncEngine(DeepSpeedEngine):
             try:
                 shutil.copy(self._state_at_end, path)
             except OSError as error:
-                raise RefusedError(f"the server's state cannot be written to {path}: {error}") from error
+                why = why_not_written(error, path.parent)
+                raise RefusedError(f"the server's state cannot be written to {path}: {why}") from error
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", *args: object, **kwargs: object

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairseq_async import protocol
 from fairseq_async.algorithms import Fragment, in_turn
-from fairseq_async.errors import ExchangeError, RefusedError
+from fairseq_async.errors import ExchangeError, RefusedError, why_not_written
 from fairseq_async.exchange import GpuMemory, SharedMemory
 from fairseq_async.exchange.gpu_memory import UnmappedError
 from fairseq_async.method.spec import MethodSpec
@@ -269,7 +269,8 @@ class Client:
         try:
             shutil.move(saved.path, path)
         except OSError as error:
-            raise RefusedError(f"the server's state cannot be written to {path}: {error}") from error
+            why = why_not_written(error, Path(path).parent)
+            raise RefusedError(f"the server's state cannot be written to {path}: {why}") from error
         return saved.version
 
     def leave(self, finished: bool) -> None:
