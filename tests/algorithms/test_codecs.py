@@ -177,6 +177,18 @@ def test_topk_sends_the_largest_values_of_each_chunk(seed: int, lengths: tuple[i
             assert float(exact[sent].min()) >= float(exact[~sent].max())
 
 
+@pytest.mark.parametrize("bits", [2, 3, 5])
+def test_top_k_takes_the_nearest_of_the_levels_that_are_sent(bits: int) -> None:
+    """These are rounded to bf16, by up to a part in 512, which decides about values near the middle of two."""
+    values = vector(1 << 13).abs() + 1.0
+    back = decoded(TopK(chunk=64, keep=64, bits=bits), values)
+    levels = [chunk.unique() for chunk in back.view(-1, 64).double()]
+    chunks = zip(levels, values.view(-1, 64).double(), back.view(-1, 64).double(), strict=True)
+    for own, exact, sent in chunks:
+        nearest = (exact[:, None] - own).abs().min(dim=1).values
+        assert ((exact - sent).abs() <= nearest + 1e-6 * own.max()).all()
+
+
 def test_top_k_has_141_times_fewer_bytes() -> None:
     assert 4 * (1 << 20) / len(TopK().encode(vector(1 << 20))) >= 140
 
