@@ -222,6 +222,12 @@ def test_adacomp_sends_what_its_pseudo_code_sends(sizes: list[int], bin_size: in
     np.testing.assert_allclose(back, exact, rtol=1e-6)
 
 
+def test_a_tensor_that_is_shorter_than_what_a_bin_usually_sends_is_assumed_to_send_all_of_itself() -> None:
+    """Behind the header and T: of each tensor its scale, counts and places of two bytes, and signs."""
+    small, large = 4 + 2 * (1 + 7) + 1, 4 + 2 * (2 + 40) + 5
+    assert AdaComp(500).usual_bytes([7, 1000]) == 24 + 2 * 8 + 4 + small + large
+
+
 def test_adacomp_sends_no_value_that_has_cancelled_out() -> None:
     """As sign(0) it would be 0, however large the newest gradient is."""
     data = AdaComp(2).encode(torch.tensor([0.0, 1.0]), newest=torch.tensor([5.0, 0.0]))
