@@ -1,6 +1,8 @@
 """Copies between memory and a GPU, on a fake one whose transfers are done no sooner than somebody waits for them."""
 
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -138,6 +140,18 @@ def test_masters_of_a_part_of_the_model_go_to_their_places(cuda: FakeCuda) -> No
     assert replica.strayed() is None
     low[0][1] = 9.0
     assert replica.strayed() == "a"
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_masters_are_copied_on_the_gpu_that_the_parameters_are_on_unless_they_are_in_memory(offloaded: bool) -> None:
+    """What is uploaded is told apart here by a 1 that is added: a second transfer would have half the bandwidth."""
+    low, master = torch.zeros(2).bfloat16(), torch.zeros(2)
+    replica = MasterReplica([("a", low)], [(0, master)])
+    there: Any = SimpleNamespace(upload=lambda flat: flat + 1.0)
+    replica._parameter_device = there
+    replica.device = PLAIN if offloaded else there
+    replica.write(torch.tensor([2.0, 3.0]))
+    assert low.tolist() == [3.0, 4.0] and master.tolist() == ([2.0, 3.0] if offloaded else [3.0, 4.0])
 
 
 def test_a_fused_copy_takes_tensors_of_any_kind() -> None:
