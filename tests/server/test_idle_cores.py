@@ -2,15 +2,20 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
-from fairseq_async.algorithms import threads
+from fairseq_async.algorithms import Update, threads
+from fairseq_async.errors import HalfAppliedError
 from fairseq_async.method.spec import ServerSettings
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.network.peers import Peer, use_idle_cores
+from fairseq_async.server.shards.rule import ShardedRule
 from fairseq_async.worker.start import server_process
 
 CORES = 4
@@ -70,3 +75,22 @@ def test_a_process_takes_no_more_cores_than_it_gains_from(
 @pytest.mark.parametrize(("workers", "threads"), [(1, "3"), (3, "1"), (9, "1")])
 def test_the_servers_optimizer_uses_the_cores_that_its_workers_leave(workers: int, threads: str) -> None:
     assert server_process._threads(workers) == {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_shards_of_this_machine_share_its_threads_for_the_time_of_an_update(fails: bool) -> None:
+    given = list[int]()
+
+    def call(others: object, method: object, *arguments: Any) -> list[float]:
+        given.append(arguments[6])
+        threads.set_threads(arguments[6])  # as the part of this process does
+        if fails:
+            raise HalfAppliedError("a shard is gone")
+        return [0.5, 0.5, 0.5]
+
+    rule: Any = SimpleNamespace(_share=lambda update: False, _here=["a shard"] * 2, others=["a shard"] * 3, _call=call)
+    threads.set_threads(7)
+    update = Update(0, 3, 2, 1.0, torch.zeros(1))
+    with pytest.raises(HalfAppliedError) if fails else nullcontext():
+        assert ShardedRule.apply(rule, torch.zeros(1), update) == 0.5
+    assert given == [2] and threads.thread_count() == 7
