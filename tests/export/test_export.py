@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from fairseq_async.cli.program import app
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.export import Format, export
+from fairseq_async.export.reading import fitted
 from fairseq_async.protocol import Layout
 from fairseq_async.server.kept_state import write_final
 
@@ -98,6 +99,24 @@ def test_a_checkpoint_of_zero_3_gives_buffers_frozen_and_tied_parameters_too(tmp
     export(tmp_path, tmp_path / "out.safetensors")
     expected = {"tied": TRAINED["head.weight"], "mean": Tensor([5.0]), "stem": torch.arange(21.0)}
     assert equal(load_file(tmp_path / "out.safetensors"), TRAINED | expected)
+
+
+@pytest.mark.parametrize(
+    ("names", "known", "found"),
+    [
+        (["outer.net.w", "outer.net.b"], ["net.w", "net.b"], ["net.w", "net.b"]),
+        (["net.w"], ["outer.net.w"], ["outer.net.w"]),
+        (["_orig_mod.net.w"], ["net.w"], ["net.w"]),
+        (["net.w"], ["net.w"], ["net.w"]),
+        (["subnet.w"], ["net.w"], None),
+        (["net.w"], ["subnet.w"], None),
+        (["outer.net.w", "other.net.b"], ["net.w", "net.b"], None),
+    ],
+)
+def test_names_fit_where_whole_modules_come_before_them(
+    names: list[str], known: list[str], found: list[str] | None
+) -> None:
+    assert fitted(names, known) == (None if found is None else dict(zip(names, found, strict=True)))
 
 
 def test_an_hf_directory_has_configuration_and_tokenizer_beside_the_parameters(tmp_path: Path) -> None:
