@@ -89,7 +89,7 @@ class _Batches(Dataset[tuple[BatchKey, Any]]):
         self._parts = [copy(shard) for _ in own]  # this rank's of each worker's part
         for part, index in zip(self._parts, own, strict=True):
             part.process_index = index
-        self.length = ceil(max(map(len, self._parts)) / micro_batches) * micro_batches
+        self.length = ceil(len(shard) / micro_batches) * micro_batches
         self._pass = -1
         self._order: list[list[list[int]]] = []
 
@@ -131,10 +131,10 @@ class _Pass:
 
 
 def can_be_dealt(loader: object, workers: int) -> bool:
-    """Whether any worker can draw any batch of a loader: accelerate divides the data, and the order of a pass depends
-    on nothing but its number."""
+    """Whether any worker can draw any batch of a loader: its parts are accelerate's and of equal length, and the
+    order of a pass depends on nothing but its number."""
     shard: Any = loader.batch_sampler if isinstance(loader, DataLoaderShard) else None
-    if type(shard) is not BatchSamplerShard or shard.num_processes % workers:
+    if type(shard) is not BatchSamplerShard or shard.num_processes % workers or not shard.even_batches:
         return False
     batches = shard.batch_sampler
     return type(batches) is BatchSampler and type(batches.sampler) in (SequentialSampler, SeedableRandomSampler)

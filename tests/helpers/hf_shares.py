@@ -32,7 +32,8 @@ class Case(NamedTuple):
     """A run: the shares that its server gives, its options, whether its loss is a mean of tokens, whether its data have
     no length, whether its script counts the micro-batches of a step itself, what it goes on from, to what norm it
     clips, the average number of micro-batches, whether its script divides the data itself, whether samples are
-    shuffled, the number of processes that read them, and whether the model has dropout."""
+    shuffled, the number of processes that read them, whether the model has dropout, and the number of ranks of each
+    worker."""
 
     deepspeed: bool = False
     given: str = "6,2"
@@ -47,6 +48,7 @@ class Case(NamedTuple):
     shuffles: bool = False
     readers: int = 0
     drops: bool = False
+    ranks: int = 1
 
 
 CASES = {
@@ -73,6 +75,7 @@ CASES = {
     "deepspeed, counting": Case(deepspeed=True, options={}, counts_itself=True),
     "deepspeed, counting, auto": Case(deepspeed=True, counts_itself=True),
     "deepspeed, ragged": Case(deepspeed=True, given="8,2", average=5),
+    "deepspeed, islands": Case(deepspeed=True, ranks=2),
     "deepspeed, resumed": Case(deepspeed=True, goes_on="deepspeed"),
     "deepspeed, tokens": Case(deepspeed=True, by_tokens=True),
 }
@@ -109,7 +112,8 @@ def train(name: str, out: Path, worker: int) -> None:
         deepspeed_async.attach()
         optimizer = {"type": "SGD", "params": {"lr": RATE, "momentum": 0.9}}
         config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
-        section = {"zero_optimization": {"stage": 0}, "async_training": {"method": "hybrid_async", **options}}
+        ours = {"method": "hybrid_async", "island_size": case.ranks, **options}
+        section = {"zero_optimization": {"stage": 0}, "async_training": ours}
         given = {"deepspeed": config | {"optimizer": optimizer, "gradient_clipping": case.clips} | section}
     else:
         own["callbacks"].append(AsyncCallback("hybrid_async", resume_from_checkpoint=before, **options))
@@ -148,7 +152,8 @@ def start(name: str, out: Path) -> ServerProcess | None:
     """Sets what a launcher would; returns the server that one of ours would have started."""
     os.environ |= {PLUGINS: str(HELPERS / "fixed_shares.py"), "SHARES": CASES[name].given}
     if CASES[name].deepspeed:
-        os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        ranks = str(2 * CASES[name].ranks)
+        os.environ |= {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         return None
     module, run = "fairseq_async.server.programs.gradient_main", out / name / "run"
     server = ServerProcess(module, 2, run, out / f"{name}.server.log", ends_with_workers=True)
@@ -161,7 +166,7 @@ def main() -> None:
     for name, case in CASES.items():
         (out / name).mkdir()
         server, started = start(name, out), []
-        for worker in range(2):
+        for worker in range(2 * case.ranks):
             if (process := os.fork()) == 0:
                 place = {"RANK": str(worker), "LOCAL_RANK": str(worker)} if case.deepspeed else {WORKER: str(worker)}
                 os.environ |= place

@@ -27,10 +27,10 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def left(out: Path, name: str) -> list[dict[str, Any]]:
+def left(out: Path, name: str, ranks: int = 2) -> list[dict[str, Any]]:
     logs = (out / f"{name}.log").read_text()[-3000:]
-    assert all((out / f"{name}-{worker}.pt").exists() for worker in range(2)), logs
-    return [torch.load(out / f"{name}-{worker}.pt", weights_only=True) for worker in range(2)]
+    assert all((out / f"{name}-{rank}.pt").exists() for rank in range(ranks)), logs
+    return [torch.load(out / f"{name}-{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
 def synchronous(workers: list[dict[str, Any]], by_tokens: bool, clip: float = inf) -> Tensor:
@@ -54,9 +54,10 @@ def numbers(workers: list[dict[str, Any]]) -> list[list[int]]:
     return [[len(step) // BATCH for step in each["samples"][:-1]] for each in workers]
 
 
-def are_passes(workers: list[dict[str, Any]]) -> bool:
-    """Whether all workers together have each sample once in their first three steps, and in the next three."""
-    parts = [sum((each["samples"][at] for each in workers for at in some), []) for some in (range(3), range(3, 6))]
+def are_passes(workers: list[dict[str, Any]], steps: int = 3) -> bool:
+    """Whether all workers together have each sample once in their first ``steps``, and again in all further ones."""
+    passes = [range(first, first + steps) for first in range(0, 6, steps)]
+    parts = [sum((each["samples"][at] for each in workers for at in some), []) for some in passes]
     return all(sorted(part) == list(range(len(Sines()))) for part in parts)
 
 
@@ -88,6 +89,17 @@ def test_the_last_step_of_a_pass_is_of_what_is_left_of_it(out: Path, name: str) 
         ended[1]["samples"][number] = []
     assert are_passes(ended)
     expected = synchronous(ended, by_tokens="tokens" in name)
+    for each in ended:
+        torch.testing.assert_close(each["parameters"].double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_ranks_of_a_worker_have_as_many_micro_batches_each(out: Path) -> None:
+    ended = left(out, "deepspeed, islands", 4)
+    assert numbers(ended) == [[4, 4, 6, 4, 6, 4]] * 2 + [[4, 1, 2, 1, 2, 1]] * 2
+    for each in ended[2:]:
+        each["samples"][1::2] = [[], [], []]
+    assert are_passes(ended, 2)
+    expected = synchronous(ended, by_tokens=False)
     for each in ended:
         torch.testing.assert_close(each["parameters"].double(), expected, rtol=1e-6, atol=1e-6)
 
