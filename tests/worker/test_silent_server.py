@@ -4,6 +4,7 @@ import logging
 import socket
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -222,6 +223,26 @@ def test_a_server_that_stays_away_is_tried_until_the_very_end_of_the_patience(
     caplog.clear()
     meet.side_effect = [*[ExchangeError("not there yet")] * 4, "there"]
     assert LastingConnection._try_again(worker, meet) == "there" and not caplog.messages, "it was away for a moment"
+
+
+@pytest.mark.parametrize("initialised", [False, True])
+@pytest.mark.parametrize("shards_are_there", [False, True])
+def test_a_server_is_back_when_its_shards_on_other_machines_are_if_its_run_has_begun(
+    monkeypatch: pytest.MonkeyPatch, initialised: bool, shards_are_there: bool
+) -> None:
+    """Else the next request would fail, and be sent again, without a pause."""
+    there = MagicMock(server="another process")
+    monkeypatch.setattr(lasting_connection, "Connection", lambda endpoint, worker: there)
+    worker: Any = MagicMock(initialised=False, restored_version=None, _server="the one before")
+    worker.greet.return_value = SimpleNamespace(initialised=initialised, version=3)
+    worker.lines.connect.side_effect = None if shards_are_there else ExchangeError("no shard")
+    lacks = initialised and not shards_are_there
+    with pytest.raises(ExchangeError, match="no shard") if lacks else nullcontext():
+        LastingConnection._connect_again(worker)
+    assert worker.lines.connect.called == initialised and worker.channel is there
+    assert (worker._server, worker.restored_version) == (
+        ("the one before", None) if lacks else ("another process", 3)
+    ), "the next attempt is to find the other process too"
 
 
 @pytest.mark.parametrize("back_after", [11.0, 14.0])
