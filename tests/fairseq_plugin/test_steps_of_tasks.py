@@ -121,7 +121,7 @@ def test_batches_without_a_target_token_have_no_weight_in_a_mean(
 
     monkeypatch.setattr(Criterion, "forward", with_size)
     step(trainers.join(SGD), 1, len(tokens))
-    assert events(trainers.run_dir)[0]["weight"] == pytest.approx(weight)
+    assert events(trainers.run_dir)[0]["weight"] == pytest.approx(weight, rel=1e-6, abs=0.0)
 
 
 def test_a_task_that_does_not_step_is_one_line(trainers: Trainers, monkeypatch: pytest.MonkeyPatch) -> None:

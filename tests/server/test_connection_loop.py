@@ -118,6 +118,15 @@ def test_of_too_many_strangers_of_an_address_the_oldest_that_has_not_begun_is_cl
     assert connections.service.gone == [old, young]
 
 
+def test_of_too_many_strangers_one_that_has_shown_a_certificate_stays(
+    connections: Connections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_loop, "_MOST_STRANGERS", 1)
+    certified, young = connections.peer(since=1.0, secured=True), connections.peer(since=9.0)
+    connections.loop._close_strangers(set())
+    assert connections.loop.peers == [certified] and connections.service.gone == [young]
+
+
 def test_a_late_stranger_that_is_one_too_many_is_closed_once(
     connections: Connections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
