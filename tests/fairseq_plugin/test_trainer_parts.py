@@ -334,6 +334,7 @@ def test_the_flags_of_a_reset_drop_what_they_say_and_nothing_else(
     assert left["server"]["rule"]["schedule"] == (None if schedule else state["server"]["rule"]["schedule"])
     assert left["plan"]["epochs"] == (0.0 if positions else state["plan"]["epochs"]) and state["plan"]["epochs"] > 0
     assert left["positions"] == ({} if positions else state["positions"]) and state["positions"]
+    assert ("dealer" in left["shares"]) is not positions and "dealer" in state["shares"]
 
 
 @pytest.mark.parametrize("reset", [False, True])

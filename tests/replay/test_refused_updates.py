@@ -112,3 +112,19 @@ def test_a_start_is_kept_where_a_worker_took_it_before_its_update_was_settled_an
     assert _pulls_early([event(0, 0, 2), event(0, 1, 1)], 1)
     assert not _pulls_early([event(0, 0, 2), event(0, 0, 3)], 0), "it goes on from what it has"
     assert not _pulls_early([event(0, 0, 1), event(0, 1, 1)], 1), "it takes it now"
+
+
+def test_a_start_that_is_kept_is_a_copy_of_that_of_the_next_update() -> None:
+    """Its look-ahead may be another than that of the present one."""
+    present, following, start = event(0, 0, 2), event(0, 1, 1), torch.ones(2)
+    asked = list[Any]()
+    replay: Any = SimpleNamespace(
+        server=SimpleNamespace(version=1),
+        _starts=None,
+        _ahead={0: [present, following]},
+        _kept={},
+        _start=lambda each: (asked.append(each), start)[1],
+    )
+    Replay._begin(replay)
+    start.zero_()
+    assert asked == [following] and replay._kept[0].version == 1 and replay._kept[0].values.tolist() == [1.0, 1.0]
