@@ -33,6 +33,9 @@ MADE_FOR = "0.19.8"  # the version that setup.py names
 
 # Attributes of the engine: the methods that our subclasses override, and what those overrides read or count.
 ENGINE = (
+    "_backward_epilogue",
+    "_backward_prologue",
+    "_global_grad_norm",
     "_report_progress",
     "_step_applied",
     "_take_model_step",

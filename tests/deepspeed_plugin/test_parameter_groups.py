@@ -86,6 +86,15 @@ def test_steps_that_overflow_are_skipped_as_plain_deepspeed_skips_them(out: Path
     assert applied[:STEPS] == plain and plain.count(False) == 3
 
 
+@pytest.mark.parametrize("name", ["bf16", "sums", "fp16"])
+def test_the_norm_of_a_step_is_what_plain_deepspeed_answers_with_zero(out: Path, name: str) -> None:
+    """Of the mean gradient without the loss scale. A script prints it, or logs its item()."""
+    plain, found = (seen(out, f"{name}.{each}") for each in ("plain", "worker-0"))
+    taken = [step for step, applied in enumerate(plain["applied"]) if applied]
+    expected = [plain["norms"][step] for step in taken]
+    assert min(expected) > 0.0 and [found["norms"][step] for step in taken] == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["json", "script", "local"])
 def test_steps_after_the_last_one_only_count_and_say_so_once(out: Path, name: str) -> None:
     both = seen(out, f"{name}.worker-0")

@@ -166,7 +166,7 @@ def train(name: str, out: Path, worker: int | None) -> None:
         None, model, *given, *others, arguments["config"]
     )
     kind = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else torch.float32
-    rates, applied = [], []
+    rates, applied, norms = [], [], []
     if first:
         engine.load_checkpoint(str(out / name))
     for inputs, targets in list(batches())[first:]:
@@ -176,13 +176,14 @@ def train(name: str, out: Path, worker: int | None) -> None:
         engine.step()
         rates.append([*engine.get_lr(), *engine.lr_scheduler.get_last_lr()])
         applied.append(engine.was_step_applied())
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
     for _ in range(0 if worker is None else 2):  # steps past the end
         engine.backward(engine(inputs.to(kind)).sum())
         engine.step()
         applied.append(engine.was_step_applied())
     ending = "plain" if worker is None else f"worker-{worker}"
     torch.save(model.state_dict(), out / f"{name}.{ending}.pt")
-    seen = {"rates": rates, "applied": applied, "steps": engine.global_steps}
+    seen = {"rates": rates, "applied": applied, "steps": engine.global_steps, "norms": norms}
     (out / f"{name}.{ending}.json").write_text(json.dumps(seen))
 
 

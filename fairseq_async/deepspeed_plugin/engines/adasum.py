@@ -74,12 +74,11 @@ class AdasumEngine(SynchronousEngine):
         self._states = RankStates(self.basic_optimizer)
 
     @errors_in_one_line()
-    def backward(self, *args: object, **kwargs: object) -> object:
-        """Computes gradients as DeepSpeed does. One of a parameter that the engine does not step, which no rank would
-        combine with the others', ends the process with one line."""
-        result: object = super().backward(*args, **kwargs)
+    def _backward_epilogue(self) -> None:
+        """Ends a backward pass as DeepSpeed does. A gradient of a parameter that the engine does not step, which no
+        rank would combine with the others', ends the process with one line."""
+        super()._backward_epilogue()
         tensors.check_unstepped(self._unstepped)
-        return result
 
     def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: object, **kwargs: object) -> object:
         """Saves on every rank as DeepSpeed does, since the ranks' optimizer states may differ.

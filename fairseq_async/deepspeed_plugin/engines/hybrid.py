@@ -246,13 +246,31 @@ class HybridEngine(AsyncEngine):
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> object:
         """Computes gradients as :meth:`AsyncEngine.backward`, in fp16 of the loss times its scale."""
-        self._passes += 1
-        self._has_gradient = True
         if (scale := self.loss_scale.value) == 1.0:
             return super().backward(loss, *args, **kwargs)
         super().backward(loss * scale, *args, **kwargs)
         self._loss = loss.detach().clone()
         return loss
+
+    def _backward_prologue(self) -> None:
+        """Begins a backward pass, which a script may call as ``loss.backward()`` too; without ZeRO's optimizer, as in
+        the stages up to 2, that ends the process with one line."""
+        if self._running_engine_backward or self._support_torch_style_backward:
+            super()._backward_prologue()
+            return
+        try:
+            super()._backward_prologue()
+        except RuntimeError:  # which names stage 0, whatever the stage
+            fail(
+                'loss.backward() on a loss of the engine: with hybrid_async and "zero_optimization": "stage" 0 to 2, '
+                "call engine.backward(loss), which divides it by the micro-batches of a step"
+            )
+
+    def _backward_epilogue(self) -> None:
+        """Ends a backward pass, whether ``engine.backward(loss)`` or ``loss.backward()`` has begun it."""
+        self._passes += 1
+        self._has_gradient = True
+        super()._backward_epilogue()
 
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Reduces the gradients of a worker's ranks as DeepSpeed does, in the type of their sums."""
@@ -298,6 +316,7 @@ class HybridEngine(AsyncEngine):
         factor = 1.0 / self.loss_scale.value
         self.async_worker.write_ahead(factor)  # while the norm is measured
         norm = factor * (l2_norm(gradients) if self.divided is None else norm_of_parts(gradients))
+        self._global_grad_norm = torch.tensor(norm)  # what get_global_grad_norm() gives, with item() as ZeRO's
         loss = None if self._loss is None else float(self._loss)
         if self.loss_scale.skips(math.isfinite(norm)):
             return self._skip_step()

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch import Tensor
-
 from fairseq_async.deepspeed_plugin.compat import check_overflow_always, lower_loss_scale, may_overflow
 from fairseq_async.deepspeed_plugin.engines import tensors
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
@@ -58,15 +56,14 @@ class LocalEngine(AsyncEngine):
         self._followed = FollowedSchedule(self.lr_scheduler, self.optimizer, spec.total_steps)
 
     @errors_in_one_line()
-    def backward(self, loss: Tensor, *args: object, **kwargs: object) -> object:
-        """Computes gradients as :meth:`AsyncEngine.backward`.
+    def _backward_epilogue(self) -> None:
+        """Ends a backward pass, whether ``engine.backward(loss)`` or ``loss.backward()`` has begun it.
 
         A gradient of a parameter that is in no exchange ends the process with one line.
         """
-        result = super().backward(loss, *args, **kwargs)
+        super()._backward_epilogue()
         if not self.finished:
             tensors.check_unstepped(self._unstepped)
-        return result
 
     @errors_in_one_line()
     def _check_masters(self) -> None:

@@ -87,6 +87,14 @@ def no_mistake(engine: Any, run: Run) -> None:
         engine.step()
 
 
+def own_backward(engine: Any, run: Run) -> None:
+    """As DeepSpeed takes it with ZeRO: of a loss that the engine has computed, and that the script may scale."""
+    for _ in range(2):
+        engine.scale(loss(engine, run)).backward()
+        engine.step()
+    assert engine.was_step_applied() and not engine.skipped_steps
+
+
 def change_option(name: str, value: float) -> Callable[[Any, Run], None]:
     def does(engine: Any, run: Run) -> None:
         step(engine, run)
@@ -318,6 +326,16 @@ CASES = {
         local_sgd=UNSTEPPED,
         does=step,
         of_layers=True,  # hybrid_async leaves it as it is, as DeepSpeed
+    ),
+    "the loss's own backward": refused(own_backward, "loss.backward() on a loss of the engine", "", stage=1),
+    "the loss's own backward in ZeRO 3": refused(own_backward, "", stage=3),
+    "a gradient in no exchange, of the loss's own backward": Script(
+        compared=False,
+        hybrid_async="loss.backward() on a loss of the engine",
+        local_sgd=UNSTEPPED,
+        does=own_backward,
+        of_layers=True,
+        stage=1,
     ),
     "a sparse gradient": refused(sparse_gradient, "the gradient of layers.0.weight is sparse: make the layer", ""),
     "an average that is saved": refused(save_average, "", "save_16bit_model() saves the server's parameters"),
