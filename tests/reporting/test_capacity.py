@@ -30,6 +30,19 @@ def test_costs_are_read_off_a_run(tmp_path: Path) -> None:
     assert found.costs.updates_per_second(2) == pytest.approx(2.0, rel=1e-5)
 
 
+def test_the_first_two_updates_of_a_worker_are_no_measure_and_five_exchanges_are_enough(tmp_path: Path) -> None:
+    """They touch memory for the first time."""
+    run = write_timed_run(tmp_path, workers=1, step=0.9, exchange=0.1, server=0.05, updates=8)
+    events = [json.loads(line) for line in (run / "events.jsonl").open()]
+    for first in events[1:3]:
+        first["server_seconds"] = 1.0
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert measure(run).costs.server == pytest.approx(0.05, abs=1e-5)
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events[:-1]))
+    with pytest.raises(ConfigurationError, match="7 updates are too few to measure costs by"):
+        measure(run)
+
+
 def test_every_nth_update_that_waits_for_a_step_counts_for_its_share(tmp_path: Path) -> None:
     """N = 4: three updates are answered after a millisecond, the fourth after 41, of which the server takes 40."""
     run = write_timed_run(tmp_path, workers=1, step=0.02, exchange=0.001, server=0.001, updates=42)
