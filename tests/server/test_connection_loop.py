@@ -267,8 +267,10 @@ def test_a_connection_is_greeted_at_once_and_one_that_cannot_be_accepted_ends_no
         service.refusals.counts.clear()
     full = SimpleNamespace(accept=lambda: (_ for _ in ()).throw(OSError(errno.EMFILE, "Too many open files")))
     monkeypatch.setattr(loop, "listener", full)
+    pauses = list[float]()
+    monkeypatch.setattr("fairseq_async.server.network.connection_loop.time.sleep", pauses.append)
     loop._accept()
-    assert service.refusals.counts == {"connection": 1} and loop.peers == []
+    assert service.refusals.counts == {"connection": 1} and loop.peers == [] and pauses == [0.05]
 
 
 def test_a_flood_of_refusals_writes_few_lines_of_each_kind_and_short_ones(capsys: pytest.CaptureFixture[str]) -> None:

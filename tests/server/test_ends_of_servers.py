@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fairseq_async.protocol import Answer, Goodbye, Hello, Initialise, Leave, Push, PushReply, Report, Welcome
+from fairseq_async.protocol import Alive, Answer, Goodbye, Hello, Initialise, Leave, Push, PushReply, Report, Welcome
 from fairseq_async.protocol.notices import ENDED, KEPT, RUN_FINISHED, RUN_OVER, SAVED
 from fairseq_async.records.state_files import ending_path
 from fairseq_async.regions.global_main import GlobalService
@@ -121,6 +121,22 @@ def test_a_finished_run_that_was_stopped_waits_for_late_workers_as_long_as_any_o
     server.clock.now = 4000.0
     server.loop._excuse_silence(1005.0, 0.0)
     assert not server.over_at(3019.0) and server.over_at(3021.0)
+
+
+def test_a_finished_run_ends_without_a_worker_that_hangs_before_its_first_update_as_without_any_other(
+    server: Server,
+) -> None:
+    """It can lose none any more, so that its first one has no longer time."""
+    first, hangs = server.enter(0), server.enter(1)
+    first.send(Push(0, 0, 1.0, Report()))
+    first.send(Leave(True))
+    server.loop.peers = [hangs.peer]
+    found = []
+    for seconds in (1.0, 31.0, 60.0, 62.0):
+        server.clock.now = 1000.0 + seconds
+        hangs.send(Alive())
+        found.append(server.over_at(seconds))
+    assert found == [False, False, False, True]
 
 
 def test_the_silence_that_is_excused_is_what_the_server_has_not_read_and_no_shorter_one_is(server: Server) -> None:

@@ -108,3 +108,12 @@ def test_equal_peers_have_their_turns_one_after_another(cost: float) -> None:
     queue = Queue(a=cost, b=cost, c=cost)
     order = [queue.greedy.index(queue.serve_one()) for _ in range(9)]
     assert order == ([0, 1, 2] * 3 if cost else [0] * 9)
+
+
+def test_who_comes_is_behind_all_others_whoever_was_served_last() -> None:
+    turns = Turns()
+    slow, quick, new = peers = [Peer(channel=None) for _ in range(3)]  # type: ignore[arg-type]
+    turns.charge(slow, 5.0)
+    turns.charge(quick, 0.1)
+    turns.admit(new)
+    assert turns.in_order(peers) == [quick, slow, new]
