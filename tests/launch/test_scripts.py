@@ -198,7 +198,9 @@ def test_a_disk_is_full_where_less_than_16_kib_are_left_for_others_than_root(
     room = SimpleNamespace(f_blocks=blocks, f_bfree=available + 100, f_bavail=available, f_frsize=size)
     monkeypatch.setattr(os, "statvfs", lambda _: room)
     (tmp_path / "log").write_text("a word")
-    assert last_words(tmp_path / "log") == (f"the disk of {tmp_path / 'log'} is full" if full else "a word")
+    assert last_words(tmp_path / "log") == (
+        f"the disk of {tmp_path / 'log'} is full: make room there" if full else "a word"
+    )
 
 
 def test_of_a_long_log_the_last_mebibyte_is_read_and_of_an_exception_twenty_lines_behind_it(tmp_path: Path) -> None:
