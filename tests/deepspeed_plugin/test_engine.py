@@ -102,6 +102,44 @@ def test_parameters_that_are_trained_are_those_that_were_when_the_run_began(
     assert f"error: {name} was frozen, unfrozen or made anew during the run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("deals", "drawn", "rest", "finished", "sent"),
+    [
+        (False, 6, 2, False, 2),  # the second step of four is complete with them
+        (False, 5, 2, False, None),
+        (False, 4, 0, False, None),
+        (False, 6, 2, True, None),
+        (True, 15, 1, False, 1),  # of both workers together, a step has eight
+        (True, 14, 1, False, None),
+    ],
+)
+def test_what_a_loop_has_left_is_sent_at_its_end_where_it_completes_a_step_of_the_average(
+    monkeypatch: pytest.MonkeyPatch, deals: bool, drawn: int, rest: int, finished: bool, sent: int | None
+) -> None:
+    engine: Any = HybridEngine.__new__(HybridEngine)
+    nn.Module.__init__(engine)
+    engine.spec, engine.workers, engine.deals = SimpleNamespace(micro_batches=4), 2, deals
+    engine._share, engine._first, engine.micro_steps = 3, 10, 10 + rest
+    given = {"first_micro_batch": drawn, "drawn": None} if deals else {"first_micro_batch": None, "drawn": drawn}
+    engine.async_worker = SimpleNamespace(finished=finished, **given)
+    done = list[object]()
+    monkeypatch.setattr(HybridEngine, "_step_with", lambda engine, rest: done.append(rest))
+    monkeypatch.setattr(HybridEngine, "finished", finished, raising=False)
+    monkeypatch.setattr(AsyncEngine, "end", lambda engine, for_all: done.append("ends"))
+    engine.end()
+    assert done == ([] if sent is None else [sent]) + ["ends"]
+
+
+def test_the_micro_batches_of_all_steps_are_counted_and_a_step_begins_with_the_share_of_the_next() -> None:
+    engine: Any = SimpleNamespace(spec=SimpleNamespace(micro_batches=4), trained=0)
+    found = []
+    for passes, share, first in ((3, 5, 3), (5, 2, 8), (2, 4, 10)):
+        engine._passes, engine.async_worker, engine.micro_steps = passes, SimpleNamespace(micro_batches=share), first
+        HybridEngine._begin_share(engine)
+        found.append((engine.trained, engine._share, engine._first, engine._passes))
+    assert found == [(3, 5, 3, 0), (8, 2, 8, 0), (10, 4, 10, 0)]
+
+
 @pytest.mark.parametrize("look_ahead", [0.0, 2.0])
 def test_an_evaluation_and_a_checkpoint_of_a_worker_that_is_ahead_are_of_the_servers_own_parameters(
     monkeypatch: pytest.MonkeyPatch, look_ahead: float
