@@ -209,8 +209,8 @@ def take_back(scheduler: Any) -> None:
 class RunSchedule:
     """A ``Trainer``'s learning-rate schedule by the progress of the run, in place of this worker's own steps.
 
-    With local SGD it sets the rates of this worker's optimizer. With ``hybrid_async`` the optimizer steps in the
-    server, which has the same rates, and this is for the log.
+    It sets the rates of this worker's optimizer, and those that the scheduler tells a callback. With ``hybrid_async``
+    the optimizer steps in the server, which has the same rates, and this is for the log.
 
     Args:
         scheduler: the ``Trainer``'s own, which is not stepped any more.
@@ -241,9 +241,9 @@ class RunSchedule:
             )
         self._steps = int(self._worker.run_progress + _ROUNDING)
         self._rates = self._rates_after(self._steps)
-        if isinstance(self._worker, LocalSGDWorker):
-            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+        self._scheduler._last_lr = self._rates
 
     def get_last_lr(self) -> list[float]:
         """Returns the learning rate of each parameter group; between a step of the optimizer and one of the schedule,

@@ -361,6 +361,7 @@ def test_a_trainers_schedule_says_where_it_is_also_where_its_run_began_amid_it(f
     worker: Any = SimpleNamespace(run_progress=3.0)
     began = following.RunSchedule(scheduler, optimizer, worker, 9, resumed=False)
     assert (began.state_dict()["last_epoch"], began.get_last_lr()) == (5, [1 / 6])
+    assert scheduler.get_last_lr() == [1 / 6] == [optimizer.param_groups[0]["lr"]]  # which callbacks are given
     loaded = LambdaLR(SGD([nn.Parameter(torch.zeros(1))], lr=1.0), lambda step: 1 / (1 + step))
     loaded.load_state_dict(began.state_dict())
     assert following.RunSchedule(loaded, loaded.optimizer, worker, 9, resumed=True).state_dict()["last_epoch"] == 5
