@@ -9,9 +9,10 @@ import pytest
 
 from fairseq_async import cli
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.launch.command.command import without_beginning
+from fairseq_async.launch.command.command import WorkerCommand, without_beginning
 from fairseq_async.launch.command.programs import is_fairseq, numbers_of_ranks
 from fairseq_async.launch.join import join
+from fairseq_async.options.addresses import is_loopback
 from tests.helpers.commands import free_port
 from tests.helpers.slurm import SLURM
 
@@ -75,6 +76,22 @@ def test_ranks_are_one_number_for_all_workers_or_one_for_each(given: str, worker
 def test_other_numbers_of_ranks_are_one_line(given: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^--ranks-per-worker {given}: .* each of the 3 workers: 2,1$"):
         numbers_of_ranks(given, 3)
+
+
+def test_a_size_of_the_world_is_that_of_each_worker() -> None:
+    given = ["fairseq-train", "data", "--optimizer", "hybrid_async", "--distributed-world-size", "2"]
+    for ranks in ([2, 1], [1, 1]):
+        with pytest.raises(ConfigurationError, match="^--distributed-world-size is 2, and --ranks-per-worker "):
+            WorkerCommand(given, 2, ranks=ranks)
+    assert "--distributed-world-size" not in WorkerCommand(given, 2, ranks=[2, 2]).line("there:1")[len(given) :]
+
+
+@pytest.mark.parametrize(
+    ("host", "is_near"),
+    [("127.0.0.1", True), ("127.8.9.1", True), ("localhost", True), ("0.0.0.0", False), ("node1", False)],
+)
+def test_what_no_other_machine_can_reach_is_a_loopback_address(host: str, is_near: bool) -> None:
+    assert is_loopback(host) == is_near
 
 
 def test_a_command_that_is_to_go_on_has_nothing_left_of_where_it_began() -> None:

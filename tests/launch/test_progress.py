@@ -313,6 +313,7 @@ def test_the_night_before_a_resumption_is_no_part_of_the_time_left_of_the_whole_
         (RunLength(2, steps=50, local=True), Work(updates=2, version=2, local_steps=30), "step 15 of 50"),
         (RunLength(2, max_epoch=3), Work(updates=4, version=4, epochs=2.5), "update 4, epoch 3 of 3"),
         (RunLength(2, max_epoch=3), Work(updates=5, version=5, epochs=3.0), "update 5, epoch 3 of 3"),
+        (RunLength(2, max_epoch=3), Work(updates=10, version=10, epochs=sum([0.1] * 10)), "update 10, epoch 2 of 3"),
     ],
     ids=[
         "no end",
@@ -323,12 +324,14 @@ def test_the_night_before_a_resumption_is_no_part_of_the_time_left_of_the_whole_
         "local steps",
         "epochs",
         "the end",
+        "a sum of parts that is below 1",
     ],
 )
 def test_how_far_a_run_is_counts_in_the_unit_of_its_end(length: RunLength, work: Work, words: str) -> None:
     assert length.describe(work) == words
     part = {"update 8": 0.0, "update 1,200 of 5,000": 0.24, "update 2 of 10": 0.2, "step 15 of 50": 0.3}
     part |= {"update 3 of 10": 0.3, "update 10 of 10": 1.0, "update 5, epoch 3 of 3": 1.0}
+    part |= {"update 10, epoch 2 of 3": 1 / 3}
     assert length.fraction(work) == pytest.approx(part.get(words, 2.5 / 3))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fairseq_async.errors import BrokenFileError, RefusedError
+from fairseq_async.records.recording import record_vector
 from fairseq_async.records.snapshots import Snapshots
 from fairseq_async.records.state_files import load_checked, write_state
 
@@ -33,6 +34,9 @@ def test_half_of_a_state_does_not_stay(monkeypatch: pytest.MonkeyPatch, tmp_path
     with pytest.raises(RefusedError, match="the server's state cannot be written to"):
         write_state(tmp_path / "state.pt", {})
     assert not list(tmp_path.iterdir())
+    with pytest.raises(type(error)):
+        record_vector(tmp_path / "merges" / "version-1.pt", torch.zeros(3))
+    assert not list((tmp_path / "merges").iterdir())
 
 
 @pytest.mark.usefixtures("small_files")
