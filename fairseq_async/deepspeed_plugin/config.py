@@ -153,7 +153,7 @@ def _check_hybrid(config: dict[str, Any], name: str) -> None:
     reason = f"is not supported with method hybrid_async{_REASON}; local_sgd has it"
     masters = [(section, "bf16_master_weights_and_grads") for section in BF16]
     masters.append(("fp16", "fp16_master_weights_and_grads"))
-    for section, key in (("amp", "enabled"), ("fp16", "auto_cast"), *masters):
+    for section, key in (("fp16", "auto_cast"), *masters):
         if _object(config, section, name).get(key, False):
             raise ConfigurationError(f'{name}: "{section}": "{key}" {reason}')
     autocast = _object(config, "torch_autocast", name)
