@@ -62,7 +62,7 @@ def ask(
 class Forked(subprocess.Popen):  # type: ignore[type-arg]
     """A process: where it is a program of Python's, a fork of the process of which ``folder_for`` gives the folder."""
 
-    folder_for: ClassVar[Callable[[Sequence[str]], Path]]
+    folder_for: ClassVar[Callable[[Sequence[str]], Path | None]]  # None: it is executed
 
     def _execute_child(  # type: ignore[no-untyped-def]  # as Python 3.10 to 3.13 call it
         self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
@@ -75,7 +75,8 @@ class Forked(subprocess.Popen):  # type: ignore[type-arg]
         words = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)
         words = [os.fsdecode(word) for word in words]
         can_be = is_python(words[0]) and preexec_fn is None and not shell and close_fds and "-c" not in words[:3]
-        if not can_be:
+        folder = type(self).folder_for(words) if can_be else None
+        if folder is None:
             super()._execute_child(  # type: ignore[misc]
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
                 p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
@@ -88,7 +89,7 @@ class Forked(subprocess.Popen):  # type: ignore[type-arg]
             files |= {file: file for file in pass_fds}
             directory = os.path.abspath(cwd or os.getcwd())
             session = bool(start_new_session)
-            self.pid = ask(type(self).folder_for(words), words, variables, files, directory=directory, session=session)
+            self.pid = ask(folder, words, variables, files, directory=directory, session=session)
             self._child_created = True
         finally:
             self._close_pipe_fds(  # type: ignore[attr-defined]

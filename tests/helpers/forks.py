@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -30,15 +31,16 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.helpers.forked import SCRIPTS, is_python  # noqa: E402
+from tests.helpers.forked import SCRIPTS, Forked, is_python  # noqa: E402
 
-FOLDER = Path(sys.argv[1])
+FOLDER, MODULES = Path(sys.argv[1]), sys.argv[2:]
 OURS = ("fairseq_async", "recipes", "scripts", "tests")
 # Layers of our package in which a program leaves nothing behind; to import them takes most of the time of its imports.
 SHARED = ("environment", "algorithms", "options", "method", "protocol", "exchange", "records")
 GIVEN = (str(Path(__file__).parents[2]), str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(":"))
 INSTALLED = [path for path in sys.path if path not in GIVEN]
 EXECVE = os.execve
+BEFORE: dict[int | None, Path] = {}  # by a process's id, the folder of its fork; None: this is such a fork, or of one
 OWN_RULES: set[str] = set()  # those of the package; all others are a plug-in's
 
 
@@ -107,13 +109,14 @@ def become(arguments: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
     """Runs a program to its end as this process, as an exec would."""
     code = 1
     try:
+        keep_as_it_is(arguments, variables)
         prepare(arguments, variables)
         run(list(arguments))
         code = 0
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        code = end.code & 0xFF if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
         with contextlib.suppress(OSError):
             sys.stdout.flush()  # the interpreter writes what was printed before, and then the traceback
@@ -207,9 +210,11 @@ def close_but(numbers: Sequence[int]) -> None:
     os.close(nothing)
 
 
-class Nested(subprocess.Popen):  # type: ignore[type-arg]
-    """A process that a fork starts, as a fork of that; once that has fairseq, what it starts is executed: what our
+class Nested(Forked):
+    """A process that a fork starts, as a fork of that; once that has fairseq, as a fork of what it was before: what our
     package and a model of the job have registered with fairseq would be there already."""
+
+    folder_for = staticmethod(lambda words: BEFORE.get(os.getpid()))
 
     def __init__(self, args: Any, **others: Any) -> None:
         words = [args] if isinstance(args, (str, bytes)) else [os.fsdecode(word) for word in args]
@@ -227,6 +232,36 @@ class Nested(subprocess.Popen):  # type: ignore[type-arg]
 
         sys.stdout.flush()
         super().__init__(args, preexec_fn=fork, **others)
+
+
+def keep_as_it_is(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+    """Leaves a fork of this process, which ends with it, and of which :class:`Nested` makes forks. None is left of what
+    comes from such a fork itself, of a launcher, which has no fairseq, and of its workers, which start no server."""
+    launched = "FAIRSEQ_ASYNC_WORKER" in variables or os.path.basename(arguments[0]) == "fairseq-async"
+    if "fairseq_cli.train" not in MODULES or None in BEFORE or launched:
+        return
+    folder = Path(tempfile.mkdtemp(dir=FOLDER))
+    listener = listening(folder)
+    reader, writer = os.pipe()  # which is closed when this process has ended
+    BEFORE[os.getpid()] = folder
+    if os.fork() == 0:
+        BEFORE[None] = folder
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        (FOLDER / f"{os.getpid()}.json").unlink(missing_ok=True)  # of the process that this one is a fork of
+        os.dup2(reader, 0)
+        for number in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        close_but([listener.fileno()])
+        serve(listener)
+    os.close(reader)
+    listener.close()
+
+
+def listening(folder: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "socket"))
+    listener.listen(64)
+    return listener
 
 
 def execve(path: str, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
@@ -321,7 +356,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who ask
     subprocess.Popen, os.execve = Nested, execve  # type: ignore[misc,assignment]  # before others take them by name
     sys.modules["torchaudio"] = None  # type: ignore[assignment]  # as our plugin does before transformers is imported
-    for name in sys.argv[2:]:
+    for name in MODULES:
         with contextlib.suppress(ImportError):  # of an extra that is not installed: nothing will import it
             importlib.import_module(name)
     del sys.modules["torchaudio"]
@@ -332,9 +367,7 @@ def main() -> NoReturn:
         for each in sorted(path.rglob("*.py")) or [path]:
             importlib.import_module(".".join(each.relative_to(path.parents[1]).with_suffix("").parts))
     OWN_RULES.update(sys.modules[f"{OURS[0]}.method.rules"].OUTER_RULES)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(FOLDER / "socket"))
-    listener.listen(64)
+    listener = listening(FOLDER)
     gc.collect()
     gc.freeze()
     (FOLDER / "ready").touch()
