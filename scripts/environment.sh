@@ -4,6 +4,7 @@
 #   WHEELS              a directory of wheels, for a machine that reaches no registry: the environment is made of these
 #                       and of the packages of PYTHON, torch among them (CONTRIBUTING.md says how to collect them)
 set -euo pipefail
+unset PYTHONDONTWRITEBYTECODE  # else every process would compile what it imports
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 venv=${FAIRSEQ_ASYNC_VENV:-$root/.venv}
@@ -31,12 +32,20 @@ if [ ! -f "$complete" ]; then
         echo "  3/4 this package"
         "${install[@]}" --editable .
     else
+        pip=("$venv/bin/python" -m pip)
+        # Modules are compiled when they are first imported, which most are never; fairseq is built against the torch
+        # that is here: with build isolation pip would fetch a second one for that
+        install=("${pip[@]}" install --quiet --no-compile --no-build-isolation)
         echo "  2/4 torch and what builds packages (some hundred megabytes to download)"
-        # fairseq is built against the torch that is here: with build isolation pip would fetch a second one for that
-        "$venv/bin/python" -m pip install --quiet "torch==2.13.0" "setuptools<85" wheel cython ninja numpy
-        echo "  3/4 fairseq, which compiles for minutes, DeepSpeed and this package"
-        "$venv/bin/python" -m pip install --quiet --no-build-isolation --editable ".[dev]"
-        echo "  4/4 DeepSpeed's kernels for a CPU"
+        "${install[@]}" "torch==2.13.0" "setuptools<85" wheel cython ninja numpy
+        echo "  3/4 fairseq, which compiles for minutes, beside it DeepSpeed, and this package"
+        fairseq=$(sed -n 's/^FAIRSEQ = \["\(.*\)"\]$/\1/p' setup.py)
+        "${pip[@]}" wheel --quiet --no-deps --no-build-isolation --wheel-dir "$venv/wheels" "$fairseq" \
+            > "$venv/fairseq.log" 2>&1 &
+        compiles=$!
+        "${install[@]}" --editable ".[huggingface]"
+        wait "$compiles" || { cat "$venv/fairseq.log" >&2; exit 2; }
+        echo "  4/4 DeepSpeed's kernels for a CPU, beside them all other packages"
         # Here, and not by the job that needs one first: a job that is killed while it compiles leaves a lock, for which
         # every later job waits without end
         rm -rf "$TORCH_EXTENSIONS_DIR"
@@ -45,6 +54,7 @@ if [ ! -f "$complete" ]; then
                 "from deepspeed.accelerator import get_accelerator as get; get().create_op_builder('$kernel').load()" &
             kernels+=("$!:$kernel")
         done
+        "${install[@]}" --find-links "$venv/wheels" --editable ".[dev]"
         for kernel in "${kernels[@]}"; do
             wait "${kernel%:*}" || { echo "error: see $venv/${kernel#*:}.log" >&2; exit 2; }
         done

@@ -4,5 +4,11 @@
 export CUDA_VISIBLE_DEVICES=  # what the tests compare are CPUs; scripts/gpu_check.sh has the tests of a GPU
 ruff check .
 ruff format --check .
-mypy
-python -m pytest -n 3 --dist loadfile "$@"  # on two cores: some tests wait
+types=$(mktemp)
+trap 'rm -f "$types"' EXIT
+mypy > "$types" 2>&1 &  # beside the tests: on one core it takes a minute where it has no cache
+typed=0 tested=0
+python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" || tested=$?  # on two cores: some tests wait
+wait $! || typed=$?
+cat "$types"
+exit $((tested ? tested : typed))

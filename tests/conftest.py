@@ -38,6 +38,18 @@ if not torch.cuda.is_available():  # no process can use a GPU that one has asked
 torch.serialization.add_safe_globals([Namespace])  # plain fairseq's own checkpoints hold one
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes share the files of tests, those that start programs come first: a long file that comes
+    last would leave the other cores idle."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        starting = {
+            each.path
+            for each in items
+            if "processes" in getattr(each, "fixturenames", ()) or hasattr(getattr(each, "module", None), "Processes")
+        }
+        items.sort(key=lambda each: each.path not in starting)
+
+
 @pytest.fixture(autouse=True)
 def spelling() -> Iterator[None]:
     """A front end that a test uses in this process has spelt options its own way."""

@@ -117,7 +117,7 @@ def faults_in_browser(site: Path, browser: Browser) -> list[str]:
     with served(site) as address:
         for page in SEEN:
             browser.post("/url", {"url": address + page})
-            until = time.monotonic() + 10
+            until = time.monotonic() + 60
             while browser.run(_PICTURES) and time.monotonic() < until:
                 time.sleep(0.1)
             faults += [f"{page or 'front page'}: {source} is not shown" for source in browser.run(_PICTURES)]
