@@ -30,7 +30,16 @@ COMMON = (
     "rich.live",
     "cryptography.x509",
 )
-OF_DEEPSPEED = (*COMMON, "deepspeed", "deepspeed.launcher.launch", "deepspeed.launcher.runner")
+# The last three come with an engine, and torch's compiler with Muon, for which ZeRO looks whether or not it is used.
+OF_DEEPSPEED = (
+    *COMMON,
+    "deepspeed",
+    "deepspeed.launcher.launch",
+    "deepspeed.launcher.runner",
+    "deepspeed.module_inject",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "torch.utils.cpp_extension",
+)
 OF_FAIRSEQ = ("fairseq_cli.train", "fairseq_cli.preprocess", *COMMON)  # first: it says how its messages look
 OF_DOCUMENTS = (  # of all programs that they have
     *OF_FAIRSEQ,
