@@ -1,6 +1,7 @@
 """What the launcher says of a run while it goes on, from files alone."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from fairseq_async.launch.progress.display import Display
 from fairseq_async.launch.progress.progress import Progress
 from fairseq_async.launch.progress.run_length import RunLength, Work
 from fairseq_async.launch.synchronous import progress_in
-from fairseq_async.records.validations import Validation
+from fairseq_async.records.validations import Validation, parse_validation
 
 
 def event(worker: int, version: int, now: float, **more: Any) -> str:
@@ -333,6 +334,13 @@ def test_how_far_a_run_is_counts_in_the_unit_of_its_end(length: RunLength, work:
     part |= {"update 3 of 10": 0.3, "update 10 of 10": 1.0, "update 5, epoch 3 of 3": 1.0}
     part |= {"update 10, epoch 2 of 3": 1 / 3}
     assert length.fraction(work) == pytest.approx(part.get(words, 2.5 / 3))
+
+
+@pytest.mark.parametrize("loss", [None, math.nan])
+def test_a_validation_without_a_finite_loss_has_a_line_too(tmp_path: Path, loss: float | None) -> None:
+    Validation(1.0, 20, 3, loss).append(tmp_path)
+    (line,) = (tmp_path / "validations.jsonl").read_bytes().splitlines()
+    assert parse_validation(line) == Validation(1.0, 20, 3, None)
 
 
 def test_the_last_validation_is_shown_with_its_score(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fairseq_async.simulation.cluster import Absence, Distribution, Presence, Speed, Trace
+from fairseq_async.simulation.cluster import Absence, Cluster, Distribution, Presence, Speed, Trace
 from fairseq_async.simulation.records import first_time
 from tests.helpers.simulations import DN, METHODS, run
 
@@ -120,3 +120,9 @@ def test_the_time_of_several_steps_together_varies_by_the_root_of_their_number(
 def test_a_loss_is_reached_at_the_first_evaluation_with_at_most_that(loss: float, time: float | None) -> None:
     losses: Any = {1.0: 2.5, 2.0: None, 3.0: 2.0, 4.0: 1.0, 5.0: 1.0}  # NaN is None
     assert first_time([{"time": time, "loss": loss} for time, loss in losses.items()], loss) == time
+
+
+def test_who_is_absent_in_a_region_has_the_number_that_it_has_there() -> None:
+    absences = [Absence(worker=worker, from_=1.0, to=2.0) for worker in (0, 3)]
+    whole = Cluster(workers=4, regions=2, absences=absences)
+    assert [[each.worker for each in whole.region(number).absences] for number in (0, 1)] == [[0], [1]]
