@@ -74,7 +74,6 @@ CASES = {
     "deepspeed, by default": Case(deepspeed=True, options={}),
     "deepspeed, counting": Case(deepspeed=True, options={}, counts_itself=True),
     "deepspeed, counting, auto": Case(deepspeed=True, counts_itself=True),
-    "deepspeed, ragged": Case(deepspeed=True, given="8,2", average=5),
     "deepspeed, islands": Case(deepspeed=True, ranks=2),
     "deepspeed, resumed": Case(deepspeed=True, goes_on="deepspeed"),
     "deepspeed, tokens": Case(deepspeed=True, by_tokens=True),

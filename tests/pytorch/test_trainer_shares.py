@@ -80,7 +80,7 @@ def test_the_loss_in_the_log_is_that_of_the_steps_own_micro_batches(out: Path, n
     assert logged == pytest.approx([mean(step) for step in ended["losses"][:-1]], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["ragged", "ragged, tokens", "deepspeed, ragged"])
+@pytest.mark.parametrize("name", ["ragged", "ragged, tokens"])
 def test_the_last_step_of_a_pass_is_of_what_is_left_of_it(out: Path, name: str) -> None:
     """A worker that nothing is left for computes a gradient without weight."""
     ended = left(out, name)
