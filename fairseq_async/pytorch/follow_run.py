@@ -219,13 +219,23 @@ class RunSchedule:
         total_steps: number of steps of the run.
         resumed: whether the scheduler is that of a checkpoint of an asynchronous run; the position of any other one is
             where the run begins.
+        told: the scheduler that callbacks and the run's checks have, where the ``Trainer`` has made another since.
 
     Raises:
         ConfigurationError: the rates do not follow from the number of steps alone.
     """
 
-    def __init__(self, scheduler: Any, optimizer: Optimizer, worker: Worker, total_steps: int, resumed: bool) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizer: Optimizer,
+        worker: Worker,
+        total_steps: int,
+        resumed: bool,
+        told: Any = None,
+    ) -> None:
         self._scheduler, self._optimizer, self._worker = scheduler, optimizer, worker
+        self._told = [scheduler] if told is None else [scheduler, told]
         self._begins_at = getattr(scheduler, "begins_at", 0) if resumed else steps_taken(scheduler)
         self._rates_after = rates_by_step(scheduler, optimizer, total_steps, self._begins_at)
         self._count = steps_taken(scheduler)
@@ -243,7 +253,8 @@ class RunSchedule:
         self._rates = self._rates_after(self._steps)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
-        self._scheduler._last_lr = self._rates
+        for scheduler in self._told:
+            scheduler._last_lr = self._rates
 
     def get_last_lr(self) -> list[float]:
         """Returns the learning rate of each parameter group; between a step of the optimizer and one of the schedule,

@@ -141,13 +141,13 @@ class AsyncCallback(TrainerCallback):
         self._training.__enter__()
         if self._trainer.model_wrapped is not kwargs["model"]:  # compiled, so that no hook in it is called
             note_calls(self._trainer.model_wrapped, self._worker_side().batches)
-        planned = state.max_steps
+        planned, told = state.max_steps, scheduler
         self._flow.begin(self._training.total_steps)
         if state.max_steps != planned and self._trainer._created_lr_scheduler:
             self._trainer.lr_scheduler = None
             scheduler = self._trainer.create_scheduler(num_training_steps=state.max_steps)
         resumed = bool(state.global_step)
-        schedule = RunSchedule(scheduler, optimizer, self._worker_side(), state.max_steps, resumed)
+        schedule = RunSchedule(scheduler, optimizer, self._worker_side(), state.max_steps, resumed, told)
         self._trainer.lr_scheduler = schedule  # type: ignore[assignment]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
