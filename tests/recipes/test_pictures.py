@@ -10,12 +10,16 @@ from scripts.loss_by_time import CURVES, draw, mean_curve
 
 
 def test_the_curves_end_where_the_page_of_results_says(tmp_path: Path) -> None:
-    synchronous, paper, default = (mean_curve(*curve) for _, *curve, _ in CURVES)
-    assert synchronous[-1] == (2400.0, pytest.approx(0.1131, abs=5e-5))  # 600 steps of the slowest worker's 4 s
-    assert paper[-1][1] == pytest.approx(0.356, abs=5e-4)
-    after_600_steps = next(loss for seconds, loss in default if seconds > 870)
-    assert after_600_steps == pytest.approx(0.1325, abs=5e-5)
-    assert next(seconds for seconds, loss in default if loss <= synchronous[-1][1]) < 2400.0 / 2.1
+    synchronous, paper, default = (mean_curve(method, rate) for _, method, rate, _ in CURVES)
+    assert synchronous[-1] == (1600.0, pytest.approx(5.248, abs=5e-4))  # 400 steps of the slow worker's 4 s
+    assert paper[-1] == (640.0, pytest.approx(5.399, abs=5e-4)) and default[-1] == (
+        640.5,
+        pytest.approx(5.272, abs=5e-4),
+    )
+    assert [next(time for time, loss in synchronous if loss <= end) for _, end in (paper[-1], default[-1])] == [
+        1200,
+        1600,
+    ]
     draw(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
