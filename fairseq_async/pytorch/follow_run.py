@@ -173,8 +173,9 @@ class FollowRun(DefaultFlowCallback):
         else:
             drawn, tokens = original(batches, number, device)
         worker = self._find()
-        if isinstance(worker, HybridWorker):
-            is_by_tokens = self._trainer.args.average_tokens_across_devices and tokens is not None
+        averages = self._trainer.args.average_tokens_across_devices
+        if isinstance(worker, HybridWorker) and (averages or self._accumulation is not None):
+            is_by_tokens = averages and tokens is not None
             stands_in = self._accumulation is not None and self._accumulation.stands_in
             worker.weight = 0.0 if stands_in else float(tokens) if is_by_tokens else None
         return drawn, tokens

@@ -113,4 +113,4 @@ def test_a_gradient_weighs_as_many_tokens_as_the_trainer_has_counted(following: 
         assert worker.weight == weight
     flow._trainer.args.average_tokens_across_devices = False
     flow._trainer.get_batch_samples(iter("a"), 1, 5)
-    assert worker.weight is None, "that of its samples, also after a gradient that stands in"
+    assert worker.weight == 0.0, "it is left alone"
