@@ -47,6 +47,7 @@ class LocalSGDWorker(AsyncWorker):
         self.step_number = 0
         self._most_progress = math.inf
         self._progress = 0.0  # position in the schedule at the first step that is not sent yet
+        self._furthest = 0.0  # the highest estimate of the run's progress so far
         self._losses: list[float | Tensor] = []
         self._step_seconds: list[float] = []
         self.waited = 0.0
@@ -77,8 +78,15 @@ class LocalSGDWorker(AsyncWorker):
 
     @property
     def run_progress(self) -> float:
-        """Progress of the whole run, in mean local steps per worker. Where the schedule follows a shard, this is an
-        estimate: the other workers are taken to be as fast as this one since the last assignment."""
+        """Progress of the whole run, in mean local steps per worker. Between two assignments it is an estimate: the
+        other workers are taken to go on at their measured speed or, where the schedule follows a shard, at this one's.
+
+        It never goes back. Where others were slower than the estimate, it stays until they are there: else a schedule
+        would take back rates, and a ``Trainer`` log a step with the rate of one that it had logged before.
+        """
+        return max(self._furthest, self._estimate())
+
+    def _estimate(self) -> float:
         return self.progress if self.shard is None else self._limited(self.total_progress + self.done)
 
     def _limited(self, progress: float) -> float:
@@ -118,6 +126,7 @@ class LocalSGDWorker(AsyncWorker):
         self.done += 1
         self.step_number += 1
         self._has_stepped = True
+        self._furthest = self.run_progress
         self._step_seconds.append(seconds)
         if loss is not None:
             self._losses.append(loss)

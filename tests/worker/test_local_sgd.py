@@ -293,6 +293,23 @@ def test_the_message_of_a_round_says_all_that_was_counted_in_it() -> None:
     assert local.message(None) == Push(3, 9, 1.0, report, pulls=True)
 
 
+@pytest.mark.parametrize("shard", [None, 1])
+def test_the_progress_of_the_run_waits_where_the_others_were_slower_than_estimated(shard: int | None) -> None:
+    local, reached = alone([]), list[float]()
+    for total in (4.0, 5.5, 9.0):
+        work = Assignment(local_steps=4, shard=shard, progress=total, total_progress=total)
+        local.take_work(WorkReply(False, work))
+        local.restart_counts()
+        for _ in range(3):
+            local.count(0.1, None)
+            reached.append(local.run_progress)
+    local.count_as_sent()  # with the answer still on its way
+    reached.append(local.run_progress)
+    local.take_work(WorkReply(False, Assignment(local_steps=4, shard=shard, progress=11.0, total_progress=11.0)))
+    reached.append(local.run_progress)
+    assert reached == [5.0, 6.0, 7.0, 7.0, 7.5, 8.5, 10.0, 11.0, 12.0, 12.0, 12.0]
+
+
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_worker_begins_where_its_welcome_says_and_takes_no_step_of_a_schedule_behind_its_last(finished: bool) -> None:
     pulls = list[dict[str, Any]]()
