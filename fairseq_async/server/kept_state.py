@@ -74,6 +74,11 @@ class KeptState:
         if not self._noted:
             self._noted = True
             tell_log(f"{FINISHED} {version:,}")
+            if version == 0:
+                self._snapshots.tell(
+                    "warning: the run has ended without an update, and the model is as it began: no worker has called "
+                    "step() of the run's optimizer after a backward()"
+                )
 
     def keep_final(self, run: Run) -> None:
         """Writes the last state, once. Where that fails, as on a full disk, says so, and a later call tries again.

@@ -14,7 +14,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fairseq_async.protocol import Alive, Answer, Goodbye, Hello, Initialise, Leave, Push, PushReply, Report, Welcome
+from fairseq_async.protocol import (
+    Alive,
+    Answer,
+    Goodbye,
+    Hello,
+    Initialise,
+    Leave,
+    Push,
+    PushReply,
+    Report,
+    WaitForWork,
+    Welcome,
+)
 from fairseq_async.protocol.notices import ENDED, KEPT, RUN_FINISHED, RUN_OVER, SAVED
 from fairseq_async.records.state_files import ending_path
 from fairseq_async.regions.global_main import GlobalService
@@ -103,6 +115,21 @@ def test_a_worker_that_waits_for_the_end_is_told_of_it_where_the_last_other_fall
     assert not server.over_at(62.0), "worker 1 was not heard of for a minute, and worker 0 has no answer yet"
     last.send(Leave(False))
     assert server.over_at(62.0)
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_run_that_ends_without_an_update_ends_with_a_warning(server: Server, sends: bool) -> None:
+    said: list[str] = []
+    server.service.snapshots.tell = said.append
+    workers = [server.enter(0), server.enter(1)]
+    if sends:
+        slot(server.service, 0).fill_(1.0)
+        workers[0].send(Push(0, 0, 1.0, Report()))
+    for each in workers:
+        each.send(WaitForWork(for_end=True))
+    server.service.tick()
+    assert server.service.finished
+    assert ["without an update, and the model is as it began" in line for line in said] == [True] * (not sends)
 
 
 def test_a_finished_run_waits_longer_for_a_worker_0_that_died_than_for_others(server: Server) -> None:
