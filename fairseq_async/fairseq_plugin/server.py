@@ -1,5 +1,6 @@
 """fairseq's optimizer and schedule over the flat parameters of a ``hybrid_async`` run's server."""
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -95,8 +96,9 @@ def _fairseqs_errors(inner: JsonObject, scheduler: JsonObject) -> Iterator[None]
     try:
         yield
     except Exception as error:
+        says = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # an assertion names what it asserts
         raise ConfigurationError(
-            f"--inner-optimizer {inner['_name']} with --lr-scheduler {scheduler['_name']}: {error}"
+            f"--inner-optimizer {inner['_name']} with --lr-scheduler {scheduler['_name']}: {says}"
         ) from error
 
 

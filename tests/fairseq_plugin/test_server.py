@@ -328,6 +328,12 @@ def test_a_configuration_that_fairseq_does_not_take_is_one_line(monkeypatch: pyt
     assert "\n" not in str(caught.value)
 
 
+def test_an_assertion_of_fairseqs_without_a_text_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of(monkeypatch, "--lr-scheduler", "tri_stage", "--phase-ratio", "[0.2,0.3,0.5]", "--max-epoch", "3")
+    with pytest.raises(ConfigurationError, match=r"with --lr-scheduler tri_stage: assert cfg\.max_update > 0$"):
+        build(spec, *ONE_TENSOR)
+
+
 def test_a_schedule_of_the_users_own_is_named_with_those_that_the_server_has(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(monkeypatch, "--inner-optimizer", "adam")
     own = replace(spec, framework=spec.framework | {"lr_scheduler": {"_name": "mine"}})
