@@ -9,7 +9,7 @@ import sys
 asking = socket.socket(socket.AF_UNIX)
 asking.connect(SOCKET)  # noqa: F821  # filled in where this is copied to
 asked = {"arguments": sys.argv, "variables": dict(os.environ), "directory": os.getcwd(), "files": [0, 1, 2]}
-text = json.dumps(asked | {"session": True, "parent": None}).encode()
+text = json.dumps(asked | {"session": True, "parent": None, "network": None}).encode()
 asking.sendall(len(text).to_bytes(4, "big"))
 socket.send_fds(asking, [text[:1]], [0, 1, 2])
 asking.sendall(text[1:])

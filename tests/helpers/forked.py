@@ -60,7 +60,10 @@ def ask(
 
 
 class Forked(subprocess.Popen):  # type: ignore[type-arg]
-    """A process: where it is a program of Python's, a fork of the process of which ``folder_for`` gives the folder."""
+    """A process: where it is a program of Python's, a fork of the process of which ``folder_for`` gives the folder.
+
+    ``ip netns exec NAME`` before a program is its network namespace.
+    """
 
     folder_for: ClassVar[Callable[[Sequence[str]], Path | None]]  # None: it is executed
 
@@ -74,6 +77,7 @@ class Forked(subprocess.Popen):  # type: ignore[type-arg]
         }
         words = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)
         words = [os.fsdecode(word) for word in words]
+        network, words = (words[3], words[4:]) if words[1:3] == ["netns", "exec"] else (None, words)
         can_be = is_python(words[0]) and preexec_fn is None and not shell and close_fds and "-c" not in words[:3]
         folder = type(self).folder_for(words) if can_be else None
         if folder is None:
@@ -89,7 +93,8 @@ class Forked(subprocess.Popen):  # type: ignore[type-arg]
             files |= {file: file for file in pass_fds}
             directory = os.path.abspath(cwd or os.getcwd())
             session = bool(start_new_session)
-            self.pid = ask(folder, words, variables, files, directory=directory, session=session)
+            place = {"directory": directory, "session": session, "network": network}
+            self.pid = ask(folder, words, variables, files, **place)
             self._child_created = True
         finally:
             self._close_pipe_fds(  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ process to process and not from fork to fork: the order in sets of texts. The pr
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -324,9 +326,17 @@ def begin(asked: dict[str, Any], files: Sequence[int]) -> NoReturn:
     if asked["parent"] is not None:
         await_parent(asked["parent"])
         os.sched_setaffinity(0, os.sched_getaffinity(asked["parent"]))
+    if asked["network"] is not None:
+        enter_network(asked["network"])
     place(files, asked["files"])
     os.chdir(asked["directory"])
     become(asked["arguments"], asked["variables"])
+
+
+def enter_network(name: str) -> None:
+    with open(f"/var/run/netns/{name}") as namespace:
+        if ctypes.CDLL(None).setns(namespace.fileno(), 0) != 0:
+            os._exit(1)
 
 
 def await_parent(parent: int) -> None:
@@ -352,6 +362,14 @@ def serve(listener: socket.socket) -> None:
                 pass  # who asked has been killed
 
 
+def parse_flags() -> None:
+    """As a process of fairseq begins: Hydra looks for its plug-ins the first time, and its parser makes its tables."""
+    options, utils = map(importlib.import_module, ("fairseq.options", "fairseq.dataclass.utils"))
+    args = options.parse_args_and_arch(options.get_training_parser(), ["", "--arch", "transformer"])
+    with warnings.catch_warnings():  # a fork gives them again
+        utils.convert_namespace_to_omegaconf(args)
+
+
 def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who ask
     subprocess.Popen, os.execve = Nested, execve  # type: ignore[misc,assignment]  # before others take them by name
@@ -361,6 +379,8 @@ def main() -> NoReturn:
             importlib.import_module(name)
     del sys.modules["torchaudio"]
     sys.modules["torch"].set_num_threads(1)
+    if "fairseq" in sys.modules:
+        parse_flags()
     sys.meta_path.insert(0, Hidden())
     for name in SHARED:
         path = Path(__file__).parents[2] / OURS[0] / name

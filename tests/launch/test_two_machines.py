@@ -3,15 +3,10 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from fairseq_async.exchange.authentication import new_token, write_token
 from scripts.faults.hosts import Host
 from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, MODEL, PACKAGE, ROOT, Processes, command, free_port
 from tests.helpers.run_files import events
-
-# both machines start at the same speed: programs behind "ip netns exec" are executed in any case
-pytestmark = pytest.mark.usefixtures("executed")
 
 
 def test_torchrun_over_two_machines(host: Host, processes: Processes, data: Path, tmp_path: Path) -> None:
