@@ -1,5 +1,6 @@
 """A ``Trainer`` each of whose steps accumulates as many micro-batches as the server has assigned."""
 
+import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from fairseq_async.errors import ConfigurationError, option
 from fairseq_async.pytorch.dealt import DealtBatches, can_be_dealt
 from fairseq_async.worker.hybrid import HybridWorker
 
+_TOKENS = "num_items_in_batch"
 _LENGTHS = "steps_in_epoch", "num_update_steps_per_epoch"  # of an epoch, by which the loop would end it
 
 
@@ -46,6 +48,43 @@ def _counts_itself(trainer: Trainer) -> str:
         if code is not None and "gradient_accumulation_steps" in code.co_names:
             return str(name)
     return ""
+
+
+def averages_over_tokens(trainer: Trainer) -> bool:
+    """Whether the loss of a step is divided by the number of its tokens.
+
+    The Trainer gives the number to ``compute_loss``, and this to ``compute_loss_func`` or to the model. One of them
+    that never reads it, as in many scripts, gives the mean of each micro-batch, and synchronous ranks average these as
+    they are.
+    """
+    own = inspect.unwrap(trainer.compute_loss)
+    if getattr(own, "__func__", own) is not Trainer.compute_loss:
+        return _reads_tokens(own)
+    if trainer.compute_loss_func is None and trainer.label_smoother is None:
+        model: Any = trainer.accelerator.unwrap_model(trainer.model)
+        if hasattr(model, "get_base_model"):  # of PEFT
+            model = model.get_base_model()
+        return _reads_tokens(inspect.unwrap(type(model).forward))
+    return trainer.compute_loss_func is None or _reads_tokens(inspect.unwrap(trainer.compute_loss_func))
+
+
+def is_divided_by_micro_batches(trainer: Trainer, tokens: object) -> bool:
+    """Whether the Trainer divides the loss of each micro-batch by their number in the step."""
+    is_whole = getattr(trainer, "loss_is_scaled_for_ga", None)  # what the script says, in newer versions
+    if is_whole is not None:
+        return not is_whole
+    return not (trainer.model_accepts_loss_kwargs and tokens is not None or trainer.compute_loss_func is not None)
+
+
+def _reads_tokens(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters
+    rest = (name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD)
+    name = _TOKENS if _TOKENS in parameters else next(rest, None)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return True  # nobody can tell
+    read = (each.argval for each in dis.get_instructions(code) if not each.opname.startswith(("STORE", "DELETE")))
+    return any(name == value or isinstance(value, tuple) and name in value for value in read)
 
 
 class AccumulationSteps(int):

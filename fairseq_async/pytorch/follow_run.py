@@ -14,7 +14,11 @@ from transformers.trainer_utils import has_length
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.pytorch.accumulation import Accumulation
+from fairseq_async.pytorch.accumulation import (
+    Accumulation,
+    averages_over_tokens,
+    is_divided_by_micro_batches,
+)
 from fairseq_async.server.optimizers.learning_rates import begin_anew, rates_by_step, steps_taken
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
@@ -61,6 +65,7 @@ class FollowRun(DefaultFlowCallback):
         self._trainer, self._find, self._prepare, self._restore = trainer, find, prepare, restore
         self._epochs = self._steps_per_epoch = self._batches_per_epoch = 0
         self._own_steps = 0  # whose losses were not logged yet
+        self._by_tokens: bool | None = None  # whether the loss is a mean over tokens; None until a batch is drawn
         self._accumulation: Accumulation | None = None  # where the server divides the micro-batches of a step
         others = [each for each in trainer.callback_handler.callbacks if not isinstance(each, DefaultFlowCallback)]
         trainer.callback_handler.callbacks = [self, *others]
@@ -175,10 +180,26 @@ class FollowRun(DefaultFlowCallback):
         worker = self._find()
         averages = self._trainer.args.average_tokens_across_devices
         if isinstance(worker, HybridWorker) and (averages or self._accumulation is not None):
-            is_by_tokens = averages and tokens is not None
-            stands_in = self._accumulation is not None and self._accumulation.stands_in
-            worker.weight = 0.0 if stands_in else float(tokens) if is_by_tokens else None
+            worker.weight = self._weight(worker, tokens, averages)
         return drawn, tokens
+
+    def _weight(self, worker: HybridWorker, tokens: Any, averages: bool) -> float | None:
+        """Returns the weight of the worker's next gradient, by which steps are those of a synchronous ``Trainer``; None
+        for the number of its samples.
+
+        Args:
+            tokens: that the Trainer has counted in the gradient's micro-batches; None where it counts none.
+            averages: whether a loss that is a mean over tokens is one over those of all ranks.
+        """
+        if self._accumulation is not None and self._accumulation.stands_in:
+            return 0.0
+        if self._by_tokens is None:
+            self._by_tokens = averages_over_tokens(self._trainer)
+        if self._by_tokens:
+            return float(tokens) if averages and tokens is not None else None
+        if self._accumulation is None or is_divided_by_micro_batches(self._trainer, tokens):
+            return None
+        return worker.share  # the gradient is a sum: it weighs more by itself, the more micro-batches it has
 
     def _scale_loss(self) -> None:
         """Scales the sum of this worker's losses, which the ``Trainer`` divides by the run's steps, not by its own."""

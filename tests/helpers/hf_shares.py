@@ -23,7 +23,7 @@ from fairseq_async.options.addresses import free_port  # noqa: E402
 from fairseq_async.pytorch.hf_trainer import AsyncCallback  # noqa: E402
 from fairseq_async.worker.start.server_process import ServerProcess  # noqa: E402
 from tests.helpers.commands import HELPERS  # noqa: E402
-from tests.helpers.sines import BATCH, CLIP, RATE, SAVED_AT, EndlessSines, Net, NetOfTokens, Sines  # noqa: E402
+from tests.helpers.sines import BATCH, CLIP, RATE, SAVED_AT, EndlessSines, Net, NetOfMeans, NetOfTokens, Sines  # noqa: E402
 
 AVERAGE, STEPS = 4, 6
 
@@ -31,9 +31,10 @@ AVERAGE, STEPS = 4, 6
 class Case(NamedTuple):
     """A run: the shares that its server gives, its options, whether its loss is a mean of tokens, whether its data have
     no length, whether its script counts the micro-batches of a step itself, what it goes on from, to what norm it
-    clips, the average number of micro-batches, whether its script divides the data itself, whether samples are
-    shuffled, the number of processes that read them, whether the model has dropout, and the number of ranks of each
-    worker."""
+    clips, whether its model does not read the number of a step's tokens, and its means are "summed" or "divided" by
+    the number of micro-batches, the average number of these, whether its script divides the data itself, whether
+    samples are shuffled, the number of processes that read them, whether the model has dropout, and the number of ranks
+    of each worker."""
 
     deepspeed: bool = False
     given: str = "6,2"
@@ -48,6 +49,7 @@ class Case(NamedTuple):
     shuffles: bool = False
     readers: int = 0
     drops: bool = False
+    means: str = ""
     ranks: int = 1
 
 
@@ -63,6 +65,8 @@ CASES = {
     "divided by the script": Case(divides=True),
     "divided by the script, resumed": Case(divides=True, goes_on="divided by the script"),
     "tokens": Case(by_tokens=True),
+    "means, summed": Case(means="summed"),
+    "means, divided": Case(means="divided"),
     "clipped": Case(clips=CLIP),
     "endless": Case(endless=True),
     "equal shares": Case(given="4,4"),
@@ -100,7 +104,7 @@ class Steps(TrainerCallback):
 
 def train(name: str, out: Path, worker: int) -> None:
     case = CASES[name]
-    net = NetOfTokens() if case.by_tokens else Net()
+    net = NetOfTokens() if case.by_tokens else NetOfMeans() if case.means else Net()
     if case.drops:
         net.insert(1, nn.Dropout(0.2))
     options = case.options | {"run_dir": str(out / name / "run")}
@@ -139,6 +143,8 @@ def train(name: str, out: Path, worker: int) -> None:
         (callback,) = (each for each in own["callbacks"] if isinstance(each, AsyncCallback))
         data = Subset(data, range(callback.worker, len(data), callback.workers))
     trainer = kind(net, arguments, train_dataset=data, **own)
+    if case.means == "divided":
+        trainer.loss_is_scaled_for_ga = False
     trainer.train(resume_from_checkpoint=before)
     assert type(trainer.args.gradient_accumulation_steps) is int
     left = {"samples": net.samples, "losses": net.losses, "log": trainer.state.log_history}

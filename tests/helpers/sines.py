@@ -62,3 +62,10 @@ class Net(nn.Sequential):
 class NetOfTokens(Net):
     def forward(self, number: Tensor, inputs: Tensor, labels: Tensor, **of_step: Any) -> dict[str, Tensor]:
         return self.noted(number, self.total(inputs, labels) / of_step["num_items_in_batch"])
+
+
+class NetOfMeans(Net):
+    """As many scripts have it: it takes the number of the step's labels, and does not read it."""
+
+    def forward(self, number: Tensor, inputs: Tensor, labels: Tensor, **of_step: Any) -> dict[str, Tensor]:
+        return super().forward(number, inputs, labels)

@@ -19,6 +19,7 @@ def flow_of(following: Any, worker: object, did: list[str], **given: Any) -> Any
     trainer: Any = SimpleNamespace(state=state, control=following.TrainerControl())
     trainer.args = SimpleNamespace(**vars(args) | given)
     trainer.callback_handler = SimpleNamespace(callbacks=[following.DefaultFlowCallback(), "the script's"])
+    trainer.compute_loss = lambda num_items_in_batch: num_items_in_batch
     trainer._maybe_log_save_evaluate = lambda: did.append("logs")
     trainer.get_batch_samples = lambda batches, number, device: ([next(batches)] * number, device)
     prepare, restore = (lambda _: did.append("prepares")), (lambda: did.append("restores"))
@@ -114,3 +115,65 @@ def test_a_gradient_weighs_as_many_tokens_as_the_trainer_has_counted(following: 
     flow._trainer.args.average_tokens_across_devices = False
     flow._trainer.get_batch_samples(iter("a"), 1, 5)
     assert worker.weight == 0.0, "it is left alone"
+
+
+def mean_of_tokens(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return outputs / num_items_in_batch
+
+
+def mean_of_batch(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return outputs
+
+
+def test_what_never_reads_the_number_of_tokens_gives_no_mean_over_them(following: Any) -> None:
+    class PassedOn(following.Trainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    class Read(following.Trainer):  # type: ignore[misc]
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = 1
+        ) -> Any:
+            return [each(model) / num_items_in_batch for each in inputs]
+
+    class Unread(following.Trainer):  # type: ignore[misc]
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = 1
+        ) -> Any:
+            return super().compute_loss(model, inputs, return_outputs)
+
+    class Dropped(following.Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(model, inputs)
+
+    class Model(torch.nn.Module):
+        def forward(self, inputs: Any, **kwargs: Any) -> Any:
+            return inputs / kwargs.get("num_items_in_batch", 1)
+
+    class Plain(torch.nn.Module):
+        def forward(self, inputs: Any, **kwargs: Any) -> Any:
+            return inputs
+
+    class Adapted(torch.nn.Module):
+        """As PEFT has it."""
+
+        def __init__(self, base: torch.nn.Module) -> None:
+            super().__init__()
+            self.get_base_model = lambda: base
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.get_base_model()(*args, **kwargs)
+
+    def averages(kind: Any, model: Any, **given: Any) -> bool:
+        trainer = kind.__new__(kind)
+        trainer.model, trainer.accelerator = model, SimpleNamespace(unwrap_model=lambda model: model)
+        trainer.compute_loss_func, trainer.label_smoother = given.get("function"), given.get("smoother")
+        return bool(following.averages_over_tokens(trainer))
+
+    usual = following.Trainer
+    assert averages(usual, Model()) and averages(usual, Adapted(Model())) and averages(Read, Plain())
+    assert averages(PassedOn, Plain()), "nobody can tell from outside"
+    assert averages(usual, Plain(), smoother=object()) and averages(usual, Plain(), function=mean_of_tokens)
+    assert not averages(usual, Plain()) and not averages(usual, Adapted(Plain()))
+    assert not averages(Unread, Model()) and not averages(Dropped, Model())
+    assert not averages(usual, Model(), function=mean_of_batch)

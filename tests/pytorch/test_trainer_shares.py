@@ -33,8 +33,9 @@ def left(out: Path, name: str, ranks: int = 2) -> list[dict[str, Any]]:
     return [torch.load(out / f"{name}-{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
-def synchronous(workers: list[dict[str, Any]], by_tokens: bool, clip: float = inf) -> Tensor:
-    """Where a run in float64 ends that takes the same samples in the same steps."""
+def synchronous(workers: list[dict[str, Any]], by_tokens: bool, clip: float = inf, parts: int = 0) -> Tensor:
+    """Where a run in float64 ends that takes the same samples in the same steps, as a mean of micro-batches or of so
+    many sums of them."""
     net, data = Net().double(), Sines()
     optimizer = SGD(net.parameters(), lr=RATE, momentum=0.9)
     for step in zip(*(each["samples"][:-1] for each in workers), strict=True):
@@ -43,7 +44,7 @@ def synchronous(workers: list[dict[str, Any]], by_tokens: bool, clip: float = in
         batches = [chosen] if by_tokens else [chosen[at : at + BATCH] for at in range(0, len(chosen), BATCH)]
         for batch in batches:
             inputs, labels = (torch.stack([data[number][key] for number in batch]) for key in ("inputs", "labels"))
-            (net.total(inputs.double(), labels) / (labels != UNUSED).sum() / len(batches)).backward()
+            (net.total(inputs.double(), labels) / (labels != UNUSED).sum() / (parts or len(batches))).backward()
         assert nn.utils.clip_grad_norm_(net.parameters(), clip) > clip or clip == inf, "it shows nothing otherwise"
         optimizer.step()
     return nn.utils.parameters_to_vector(net.parameters()).detach()
@@ -68,6 +69,18 @@ def test_a_step_is_that_of_a_synchronous_run(out: Path, name: str) -> None:
     assert numbers(ended) == [[4, 6, 6, 6, 6, 6], [4, 2, 2, 2, 2, 2]]
     assert are_passes(ended)
     expected = synchronous(ended, by_tokens="tokens" in name, clip=CLIP if name == "clipped" else inf)
+    for each in ended:
+        torch.testing.assert_close(each["parameters"].double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "parts"), [("means, summed", 2), ("means, divided", 8)])
+def test_gradients_of_a_loss_that_is_no_mean_over_the_steps_tokens_do_not_weigh_by_them(
+    out: Path, name: str, parts: int
+) -> None:
+    """A synchronous Trainer averages over its ranks, which by itself add up the means of their micro-batches."""
+    ended = left(out, name)
+    assert numbers(ended) == [[4, 6, 6, 6, 6, 6], [4, 2, 2, 2, 2, 2]]
+    expected = synchronous(ended, by_tokens=False, parts=parts)
     for each in ended:
         torch.testing.assert_close(each["parameters"].double(), expected, rtol=1e-6, atol=1e-6)
 
