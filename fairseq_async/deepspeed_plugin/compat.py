@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -174,6 +175,12 @@ def round_model(engine: DeepSpeedEngine, kind: torch.dtype) -> None:
     kept = keep_in_fp32_pattern(engine.module, engine._config.keep_in_fp32_modules, kind)
     _, buffers = engine._mixed_precision_dtypes()
     engine._cast_module_mixed_precision(kind, buffers, False, kept)
+
+
+def restore_fp16(engine: DeepSpeedEngine, section: dict[str, Any]) -> None:
+    """Restores the section "fp16", without which the engine was made, for what scripts ask the engine about it, such as
+    ``loss_scale()``. Whether the model is in half precision, the engine's own methods say."""
+    engine._config.float16_config = DeepSpeedFP16Config(**section)
 
 
 def accumulate_in_fp32(engine: DeepSpeedEngine) -> None:

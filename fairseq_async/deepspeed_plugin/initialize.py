@@ -330,7 +330,7 @@ def _make_worker_engine(
         inner = server_description.leave_to_server(made[0], served, own, options.total_steps)
         engine = _change_class(made[0], HybridEngine)
         engine.serve(served, context.rank)
-        engine.half_precision, engine.loss_scale = kind, LossScale(own["fp16"] if kind is torch.float16 else None)
+        engine.half_precision, engine.loss_scaler = kind, LossScale(own["fp16"] if kind is torch.float16 else None)
     else:
         made, inner = arguments.make_engine(own), {}
         check_whole_model(made[0])

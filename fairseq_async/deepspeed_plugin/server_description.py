@@ -8,7 +8,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from fairseq_async.algorithms.muon import MuonAdamW
 from fairseq_async.deepspeed_plugin import schedules
-from fairseq_async.deepspeed_plugin.compat import accumulate_in_fp32, optimizer_of_whole, round_model
+from fairseq_async.deepspeed_plugin.compat import accumulate_in_fp32, optimizer_of_whole, restore_fp16, round_model
 from fairseq_async.deepspeed_plugin.config import BF16, FLOAT32
 from fairseq_async.deepspeed_plugin.engines.tensors import trainable
 from fairseq_async.errors import ConfigurationError
@@ -58,6 +58,7 @@ def served_optimizer(engine: DeepSpeedEngine, config: dict[str, Any], groups: li
         return optimizer_of_whole(engine, config["optimizer"], groups or [each for _, each in trainable(engine)])
     if (kind := half_precision(config)) is not None:
         round_model(engine, kind)
+        restore_fp16(engine, config.get("fp16") or {})
         if (config.get("data_types") or {}).get("grad_accum_dtype") in FLOAT32:
             accumulate_in_fp32(engine)
     own: torch.optim.Optimizer = engine.optimizer

@@ -38,6 +38,7 @@ from fairseq_async.worker.start.process import errors_in_one_line
 logger = logging.getLogger(__name__)
 
 _BEGINS = "async_begins"  # in the client state of a checkpoint
+_MOST_IN_A_ROW = 100  # steps without a gradient
 _STATE_AT_END = ".state-at-end.pt"  # in run_dir
 _NOT_JOINED = (
     "the model is trained before the run is joined, which engine(...) does, and engine.module(...) does not: call "
@@ -81,7 +82,8 @@ class AsyncEngine(DeepSpeedEngine):
         self._state_at_end, self._has_left = run_dir.resolve() / _STATE_AT_END, False
         self._loss: Tensor | None = None
         self.loop = WorkerLoop(async_worker, context)
-        self._warned_of_end = self._warned_of_no_gradient = False
+        self._warned_of_end = False
+        self._without_gradient = range(0)  # numbers of the last steps in a row without one
         self._trained = tensors.trainable(self)
         self._loop_watch = LoopWatch(partial(tensors.watched, self), [each for _, each in self._trained])
         self._followed = FollowedSchedule(self.lr_scheduler, self.served)
@@ -378,12 +380,16 @@ class AsyncEngine(DeepSpeedEngine):
         count_step(self, applied=False)
 
     def _skip_without_gradient(self) -> None:
-        """Skips a step for which the script has not called ``backward``; says so at the first one."""
-        if not self._warned_of_no_gradient:
+        """Skips a step for which the script has not called ``backward``; says so at the first one, and ends the process
+        after many in a row: they do not bring the end of the run nearer."""
+        if not self._without_gradient:
             logger.warning(
                 "engine.step() without a gradient does nothing: call engine.backward(loss) before it in each step"
             )
-            self._warned_of_no_gradient = True
+        number, before = self.global_steps, self._without_gradient
+        self._without_gradient = range(before.start if number == before.stop else number, number + 1)
+        if len(self._without_gradient) == _MOST_IN_A_ROW:
+            fail(f"{_MOST_IN_A_ROW} calls of engine.step() in a row had no gradient: call engine.backward(loss) before")
         self._skip_step()
 
     def _log(self) -> None:

@@ -1,6 +1,8 @@
 """DeepSpeed's engine as a worker of hybrid asynchronous SGD."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,12 @@ from fairseq_async.deepspeed_plugin.compat import (
 )
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
-from fairseq_async.deepspeed_plugin.engines.masters_in_server import answer_for_masters, refuse_moments
+from fairseq_async.deepspeed_plugin.engines.masters_in_server import (
+    answer_for_masters,
+    check_scale,
+    refuse_moments,
+    show_scale,
+)
 from fairseq_async.deepspeed_plugin.engines.tensors import check_masters, trainable
 from fairseq_async.deepspeed_plugin.engines.zero3 import PartitionedReplica, ShownGroups
 from fairseq_async.deepspeed_plugin.schedules import NamedSchedule, show_rates
@@ -68,7 +75,7 @@ class HybridEngine(AsyncEngine):
     """
 
     async_worker: HybridWorker
-    loss_scale: LossScale
+    loss_scaler: LossScale
     half_precision: torch.dtype | None = None  # the model's type, if it is in half precision
     _moments: StateInServer | None = None  # of the optimizer, once the worker has joined
     trained = 0
@@ -88,6 +95,7 @@ class HybridEngine(AsyncEngine):
         super().set_up(async_worker, spec, context, run_dir)
         if not self.zero_optimization_partition_weights():
             answer_for_masters((parameter for _, parameter in trainable(self)), self.optimizer)
+            show_scale(self.optimizer, self.loss_scaler, overflow=False)
         else:
             refuse_moments(self.optimizer)
             self._shown = ShownGroups(self.optimizer.param_groups, self.served.param_groups)
@@ -149,7 +157,8 @@ class HybridEngine(AsyncEngine):
         kind, self.half_precision = self.half_precision, None  # else DeepSpeed loads an optimizer that has masters
         try:
             loaded = super().load_checkpoint(*args, **kwargs)
-            self.loss_scale.load_state_dict((loaded[1] or {}).pop(_LOSS_SCALE, {}))
+            self.loss_scaler.load_state_dict((loaded[1] or {}).pop(_LOSS_SCALE, {}))
+            show_scale(self.optimizer, self.loss_scaler, overflow=False)  # ZeRO 3 is refused above
             return loaded
         except (KeyError, AttributeError) as error:
             if not is_raised_by_optimizer(error):
@@ -246,7 +255,7 @@ class HybridEngine(AsyncEngine):
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> object:
         """Computes gradients as :meth:`AsyncEngine.backward`, in fp16 of the loss times its scale."""
-        if (scale := self.loss_scale.value) == 1.0:
+        if (scale := self.loss_scaler.value) == 1.0:
             return super().backward(loss, *args, **kwargs)
         super().backward(loss * scale, *args, **kwargs)
         self._loss = loss.detach().clone()
@@ -278,6 +287,18 @@ class HybridEngine(AsyncEngine):
             fill_gradients(self)
         super().allreduce_gradients(*args, **kwargs)
 
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Reduces the gradients of several passes once, as DeepSpeed's does with the optimizer of ZeRO, which there is
+        none of in the stages up to 2."""
+        if self.divided is not None:
+            with super().coalesce_grad_reduction():
+                yield
+            return
+        with self.no_sync():
+            yield
+        self.allreduce_gradients()
+
     def eval(self) -> object:
         """Begins an evaluation as DeepSpeed does, of the server's parameters: the model's may be ahead."""
         if self.async_worker.look_ahead:
@@ -291,7 +312,7 @@ class HybridEngine(AsyncEngine):
         if self.async_worker.look_ahead:
             self.pull()
         self._saves = True
-        client_state = (client_state or {}) | {_LOSS_SCALE: self.loss_scale.state_dict()}
+        client_state = (client_state or {}) | {_LOSS_SCALE: self.loss_scaler.state_dict()}
         saved = super().save_checkpoint(save_dir, tag, client_state, *args, **kwargs)
         self._saves = False
         return saved
@@ -313,12 +334,15 @@ class HybridEngine(AsyncEngine):
             return self._skip_without_gradient()
         self._check_share()
         self.loop.slowed_down()
-        factor = 1.0 / self.loss_scale.value
+        factor = 1.0 / self.loss_scaler.value
         self.async_worker.write_ahead(factor)  # while the norm is measured
         norm = factor * (l2_norm(gradients) if self.divided is None else norm_of_parts(gradients))
         self._global_grad_norm = torch.tensor(norm)  # what get_global_grad_norm() gives, with item() as ZeRO's
         loss = None if self._loss is None else float(self._loss)
-        if self.loss_scale.skips(math.isfinite(norm)):
+        skips = self.loss_scaler.skips(math.isfinite(norm))
+        if self.divided is None:
+            show_scale(self.optimizer, self.loss_scaler, overflow=not math.isfinite(norm))
+        if skips:
             return self._skip_step()
         refused = self.async_worker.refusals.total
         self.async_worker.step(self.train_batch_size(), loss, norm, factor)
@@ -343,6 +367,8 @@ class HybridEngine(AsyncEngine):
         check_options(self.served, self._options)
         if self._shown is not None:
             self._shown.check()
+        else:
+            check_scale(self.optimizer, self.loss_scaler)
         if isinstance(self._schedule, RateTable) and self._schedule.rates:
             check_table(self.lr_scheduler, steps_taken(self.lr_scheduler), self._schedule.rates)
         if not self._has_schedule:

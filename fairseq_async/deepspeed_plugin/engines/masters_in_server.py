@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fairseq_async.errors import fail
+from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
+from fairseq_async.errors import ConfigurationError, fail
 
 
 def answer_for_masters(parameters: Iterable[Parameter], optimizer: Any) -> None:
@@ -30,6 +31,26 @@ def answer_for_masters(parameters: Iterable[Parameter], optimizer: Any) -> None:
         }
         for name, value in links.items():
             setattr(parameter, name, value)
+
+
+def show_scale(optimizer: Any, scaler: LossScale, overflow: bool) -> None:
+    """Gives torch's optimizer what scripts read of DeepSpeed's in half precision and with ZeRO: the loss scale of the
+    next step, whether the last one overflowed, and the optimizer that it wraps, which is itself."""
+    optimizer.cur_scale = optimizer.loss_scale = scaler.value
+    optimizer.overflow, optimizer.optimizer = overflow, optimizer
+
+
+def check_scale(optimizer: Any, scaler: LossScale) -> None:
+    """Checks that the script has not set the scale that :func:`show_scale` shows.
+
+    Raises:
+        ConfigurationError: it has.
+    """
+    if not optimizer.cur_scale == optimizer.loss_scale == scaler.value:
+        raise ConfigurationError(
+            "the script has set the loss scale of the optimizer, which with hybrid_async only shows it: give "
+            '"fp16": {"loss_scale": …} in the configuration'
+        )
 
 
 def refuse_moments(optimizer: Any) -> None:

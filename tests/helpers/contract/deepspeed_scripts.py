@@ -1,5 +1,6 @@
 """What scripts with an engine of DeepSpeed's do beside its steps, and the line that ends each; "" for none."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from tests.helpers.contract.net import Case, Net, Run
 
 
 def loss(model: Any, run: Run) -> Any:
-    return model(**run.batch(0))["loss"]
+    kind = next(model.parameters()).dtype
+    given = {name: each.to(kind) if each.is_floating_point() else each for name, each in run.batch(0).items()}
+    return model(**given)["loss"]
 
 
 def step(engine: Any, run: Run) -> None:
@@ -85,6 +88,15 @@ def no_mistake(engine: Any, run: Run) -> None:
     for _ in range(2):  # without a gradient it is no step
         engine.zero_grad()
         engine.step()
+
+
+def without_gradient(engine: Any, run: Run) -> None:
+    """A hundred steps in a row have none."""
+    for steps in (99, 100):
+        step(engine, run)
+        for _ in range(steps):
+            loss(engine, run)
+            engine.step()
 
 
 def own_backward(engine: Any, run: Run) -> None:
@@ -232,6 +244,32 @@ def offload(engine: Any, run: Run) -> None:
         engine.offload_states()
 
 
+def read_scale(engine: Any, run: Run) -> None:
+    """As scripts of fp16 do, for their logs and their counts of steps."""
+    for factor in (1.0, math.inf):
+        engine.backward(factor * loss(engine, run))
+        engine.step()
+        optimizer = engine.optimizer
+        assert optimizer.overflow == (not engine.was_step_applied()) and optimizer.cur_scale == optimizer.loss_scale > 1
+        assert optimizer.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert optimizer.overflow and engine.skipped_steps
+    assert engine.dynamic_loss_scale() and engine.loss_scale() == 0 and engine.initial_dynamic_scale() == 2**16
+
+
+def set_scale(engine: Any, run: Run) -> None:
+    step(engine, run)
+    engine.optimizer.loss_scale = 2.0
+    step(engine, run)
+
+
+def coalesced(engine: Any, run: Run) -> None:
+    with engine.coalesce_grad_reduction():
+        for _ in range(2):
+            engine.backward(loss(engine, run))
+    engine.step()
+    assert engine.was_step_applied() and engine.global_steps == 1
+
+
 def validation_first(engine: Any, run: Run) -> None:
     """It is not the worker's first batch."""
     engine.eval()
@@ -287,6 +325,7 @@ CASES = {
     ),
     "before the run, found at the process's end": refused(before_the_run(lambda engine, run: None), BEFORE),
     "no mistake": refused(no_mistake, ""),
+    "no gradient": refused(without_gradient, "100 calls of engine.step() in a row had no gradient"),
     "another model's optimizer": refused(another_models_optimizer, ""),
     "a rate": refused(change_option("lr", 0.0), 'param_groups[0]["lr"] of the optimizer was 0.02 and is 0 now', ""),
     "a decay": refused(change_option("weight_decay", 0.5), '"weight_decay"] of the optimizer was 0.3 and is 0.5', ""),
@@ -337,6 +376,15 @@ CASES = {
         of_layers=True,
         stage=1,
     ),
+    "the loss scale": Script(compared=False, half="fp16", stage=1, does=read_scale),
+    "a loss scale of the script's own": Script(
+        compared=False,
+        half="fp16",
+        stage=1,
+        hybrid_async="the script has set the loss scale of the optimizer",
+        does=set_scale,
+    ),
+    **{f"one reduction in ZeRO {stage}": refused(coalesced, "", stage=stage) for stage in (1, 3)},
     "a sparse gradient": refused(sparse_gradient, "the gradient of layers.0.weight is sparse: make the layer", ""),
     "an average that is saved": refused(save_average, "", "save_16bit_model() saves the server's parameters"),
     "an average that is saved after the run": refused(save_average_later, ""),
