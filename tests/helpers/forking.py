@@ -1,6 +1,7 @@
 """Lets this process's programs of Python start as forks (``forked.py``) of processes that import what they need.
 
-There is one such process for each set of frameworks, from when a test first needs it to the end of the tests.
+There is one such process for each set of frameworks, from when a test first needs it to the end of the tests. Those of
+a larger set are forks of that of a smaller one.
 """
 
 import atexit
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from fairseq_async.exchange.linux import environment
 from tests.helpers.commands import DEEPSPEED, FAIRSEQ, HELPERS, ONE_THREAD, ROOT
-from tests.helpers.forked import SCRIPTS, Forked
+from tests.helpers.forked import SCRIPTS, Forked, ask
 
 SECONDS = 120  # for imports
 # The first optimizer of a process imports torch._dynamo, which takes more of its time than a short training does.
@@ -50,12 +51,12 @@ OF_DOCUMENTS = (  # of all programs that they have
     "sentencepiece",
 )
 OF_TRANSFORMERS = ("transformers.trainer", "transformers.models.llama.modeling_llama")
-FRAMEWORKS = (  # by what a command has
-    (r"hf_|c4", (*OF_DEEPSPEED, *OF_TRANSFORMERS), DEEPSPEED),
-    (r"deepspeed", OF_DEEPSPEED, DEEPSPEED),
-    (r"fairseq-|fairseq_(?!async)", OF_FAIRSEQ, FAIRSEQ),
-    (r"", COMMON, {"PYTHONPATH": str(ROOT)}),
-)
+FRAMEWORKS = {  # by what a command has; the last names those whose process goes on to import these
+    r"hf_|c4": (OF_TRANSFORMERS, DEEPSPEED, r"deepspeed"),
+    r"deepspeed": (OF_DEEPSPEED, DEEPSPEED, r""),
+    r"fairseq-|fairseq_(?!async)": (OF_FAIRSEQ, FAIRSEQ, None),
+    r"": (COMMON, {"PYTHONPATH": str(ROOT)}, None),
+}
 USUAL = subprocess.Popen
 _started: dict[str, Path] = {}
 
@@ -86,9 +87,13 @@ def command_line(process: int) -> tuple[list[str], dict[str, str]]:
 
 def _folder_for(words: Sequence[str]) -> Path:
     text = " ".join(Path(word).name for word in words)
-    pattern, modules, given = next(each for each in FRAMEWORKS if re.search(each[0], text))
+    return _started_for(next(pattern for pattern in FRAMEWORKS if re.search(pattern, text)))
+
+
+def _started_for(pattern: str) -> Path:
     if pattern not in _started:
-        _started[pattern] = start(modules, given)
+        modules, variables, before = FRAMEWORKS[pattern]
+        _started[pattern] = start(modules, variables, None if before is None else _started_for(before))
     return _started[pattern]
 
 
@@ -103,17 +108,26 @@ def stand_ins(folder: Path) -> Path:
     return folder / "bin"
 
 
-def start(modules: Sequence[str], variables: Mapping[str, str]) -> Path:
-    """Starts a process that imports the modules, and ends with this; its folder."""
+def start(modules: Sequence[str], variables: Mapping[str, str], before: Path | None = None) -> Path:
+    """Starts a process that imports the modules, and ends with this; its folder.
+
+    It is a fork of the one whose folder is ``before``, if any, which has imported others.
+    """
     folder = Path(tempfile.mkdtemp(prefix="forks-"))
-    line = [sys.executable, str(HELPERS / "forks.py"), str(folder), *modules]
     own = os.environ | ONE_THREAD | environment() | variables
+    process = None
     with (folder / "log").open("w") as log:
-        process = USUAL(line, stdin=subprocess.PIPE, stdout=log, stderr=log, env=own, start_new_session=True)
-    atexit.register(_end, process, folder)
+        if before is None:
+            line = [sys.executable, str(HELPERS / "forks.py"), str(folder), *modules]
+            process = USUAL(line, stdin=subprocess.PIPE, stdout=log, stderr=log, env=own, start_new_session=True)
+            atexit.register(_end, process, folder)
+        else:
+            ask(before, [], own, dict.fromkeys((1, 2), log.fileno()), serves=str(folder), modules=modules)
+            atexit.register(shutil.rmtree, folder)
     deadline = time.monotonic() + SECONDS
     while not (folder / "ready").exists():
-        assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
+        lives = process is None or process.poll() is None
+        assert lives and time.monotonic() < deadline, (folder / "log").read_text()
         time.sleep(0.02)
     return folder
 

@@ -166,9 +166,7 @@ def prepare(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
     encoding, _, errors = variables.get("PYTHONIOENCODING", "utf-8").partition(":")
     sys.stdout = open(1, "w", encoding=encoding, errors=errors or None, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    os.environ.clear()
-    os.environ.update(variables)
-    sys.path[:] = [*filter(None, variables.get("PYTHONPATH", "").split(":")), *INSTALLED]
+    set_variables(variables)
     if variables.get("PYTHONUNBUFFERED"):
         unbuffered()
     if "numpy" in sys.modules:
@@ -178,6 +176,12 @@ def prepare(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
     record = json.dumps({"arguments": list(arguments), "variables": dict(variables)})
     note(record)
     os.register_at_fork(after_in_child=lambda: note(record))  # as /proc shows the same of both
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path[:] = [*filter(None, variables.get("PYTHONPATH", "").split(":")), *INSTALLED]
 
 
 def is_ours(name: str) -> bool:
@@ -290,6 +294,17 @@ def answer(asking: socket.socket) -> None:
     size = int.from_bytes(asking.recv(4, socket.MSG_WAITALL), "big")
     text, files, _, _ = socket.recv_fds(asking, 1, 250)
     asked = json.loads(text + asking.recv(size - 1, socket.MSG_WAITALL))
+    if "modules" in asked:
+        if os.fork() == 0:
+            try:
+                grow(asked, files)
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+                os._exit(1)
+        for file in files:
+            os.close(file)
+        asking.sendall(bytes(4))
+        return
     reader, writer = os.pipe()
     between = os.fork()
     if between == 0:
@@ -370,9 +385,16 @@ def parse_flags() -> None:
         utils.convert_namespace_to_omegaconf(args)
 
 
-def main() -> NoReturn:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who ask
-    subprocess.Popen, os.execve = Nested, execve  # type: ignore[misc,assignment]  # before others take them by name
+def grow(asked: dict[str, Any], files: Sequence[int]) -> NoReturn:
+    """Imports more, and forks for others from then on, beside the process that this one is a fork of."""
+    place(files, asked["files"])
+    set_variables(asked["variables"])
+    import_and_serve(Path(asked["serves"]), asked["modules"])
+
+
+def import_and_serve(folder: Path, modules: Sequence[str]) -> NoReturn:
+    global FOLDER, MODULES
+    FOLDER, MODULES = folder, list(modules)
     sys.modules["torchaudio"] = None  # type: ignore[assignment]  # as our plugin does before transformers is imported
     for name in MODULES:
         with contextlib.suppress(ImportError):  # of an extra that is not installed: nothing will import it
@@ -393,6 +415,12 @@ def main() -> NoReturn:
     (FOLDER / "ready").touch()
     serve(listener)
     os._exit(0)
+
+
+def main() -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who ask
+    subprocess.Popen, os.execve = Nested, execve  # type: ignore[misc,assignment]  # before others take them by name
+    import_and_serve(FOLDER, MODULES)
 
 
 if __name__ == "__main__":
