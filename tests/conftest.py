@@ -92,9 +92,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def processes() -> Iterator[Processes]:
-    processes = Processes()
-    yield processes
-    processes.end()
+    with Processes() as processes:
+        yield processes
 
 
 @pytest.fixture

@@ -199,13 +199,11 @@ class Shell:
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterator[Shell]:
-    folder, processes = tmp_path_factory.mktemp("reader"), Processes()
+    folder = tmp_path_factory.mktemp("reader")
     make(folder, data)
     programs = stand_ins(start((*OF_DOCUMENTS, *OF_TRANSFORMERS), {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}))
-    try:
+    with Processes() as processes:
         yield Shell(folder, processes, os.pathsep.join([str(programs), f"{folder}/.venv/bin", os.environ["PATH"]]))
-    finally:
-        processes.end()
 
 
 def is_run(document: str, command: str) -> bool:

@@ -29,12 +29,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
 
     @cache
     def run(front_end: str) -> Path:
-        out, processes = tmp_path_factory.mktemp(front_end), Processes()
+        out = tmp_path_factory.mktemp(front_end)
         line = [command("python"), "-m", "tests.helpers.contract.job", front_end, out]
-        try:
+        with Processes() as processes:
             code, output = processes.run(line, seconds=600, **FRONT_ENDS.get(front_end, DEEPSPEED))
-        finally:
-            processes.end()
         assert code == 0, output[-3000:]
         return out
 

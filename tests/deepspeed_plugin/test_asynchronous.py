@@ -86,14 +86,12 @@ ISLAND = SHORT | {"outer": "nesterov", "c": 0.0, "grace_period": None, "total_st
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     """The parameters of one process with the batch of an island of two."""
-    out, processes = tmp_path_factory.mktemp("single"), Processes()
+    out = tmp_path_factory.mktemp("single")
     change = json.dumps({"gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 16, "async_training": ISLAND})
     base = ROOT / "deepspeed_config" / "delayed_nesterov.json"
     job = [command("python"), DEEPSPEED_JOB, "--out", out, "--deepspeed_config", base, "--change", change]
-    try:
+    with Processes() as processes:
         code, output = processes.run(job, seconds=250, **DEEPSPEED)
-    finally:
-        processes.end()
     assert code == 0, output
     return parameters(out)
 
@@ -159,16 +157,14 @@ def few_steps(path: Path, out: Path, *flags: object, **changes: Any) -> list[obj
 @pytest.fixture(scope="module")
 def each_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Where each but Adasum's, which is of several ranks, has left what it came to, and what was printed."""
-    out, processes = tmp_path_factory.mktemp("files"), Processes()
+    out = tmp_path_factory.mktemp("files")
     jobs = [few_steps(path, out / path.stem) for path in CONFIGS if path.stem != "adasum"]
     diloco = ROOT / "deepspeed_config" / "diloco.json"
     jobs += [few_steps(diloco, out / name, "--save-at", 2, **{name: options}) for name, options in HALF.items()]
     (out / "jobs.json").write_text(json.dumps([[str(argument) for argument in job] for job in jobs]))
     line = [command("python"), "-m", "tests.helpers.deepspeed_jobs", out / "jobs.json"]
-    try:
+    with Processes() as processes:
         _, output = processes.run(line, seconds=280, **DEEPSPEED)
-    finally:
-        processes.end()
     return out, output
 
 

@@ -51,7 +51,7 @@ Result = Callable[[str], tuple[Path, dict[str, Any]]]
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
     """Where a job has left what it came to, and what it has seen."""
-    out, processes, lines = tmp_path_factory.mktemp("jobs"), Processes(), []
+    out, lines = tmp_path_factory.mktemp("jobs"), []
     for name, (base, change) in JOBS.items():
         change = {"gradient_clipping": 0.0, "optimizer": SGD, "scheduler": WARM_UP, **ZERO_1} | change
         config = ["--deepspeed_config", ROOT / "deepspeed_config" / f"{base}.json", "--change", json.dumps(change)]
@@ -62,10 +62,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
         lines.append([str(each) for each in ("--out", out / name, *config, "--save-at", batches, *spoilt, *loaded)])
     (out / "jobs.json").write_text(json.dumps(lines))
     line = [command("python"), "-m", "tests.helpers.deepspeed_jobs", out / "jobs.json"]
-    try:
+    with Processes() as processes:
         _, output = processes.run(line, seconds=280, **DEEPSPEED)
-    finally:
-        processes.end()
 
     def of(name: str) -> tuple[Path, dict[str, Any]]:
         path = out / name / "worker-0-0.json"

@@ -44,12 +44,9 @@ def run(
         of_launch = launch.format(out=out).split()
         launcher = [command("accelerate"), "launch", "--num_processes", workers, "--main_process_port", free_port()]
         launcher += of_launch
-    processes = Processes()
-    try:
+    with Processes() as processes:
         job = [*launcher, HELPERS / "hf_trainer_job.py", "launched" if launch else config, out, *flags]
         return processes.run(job, 250, **DEEPSPEED, **{SLOWDOWN: slowdown}, LOCAL_WORLD_SIZE="1")
-    finally:
-        processes.end()
 
 
 def train(out: Path, workers: int, section: dict[str, Any], *flags: str, **others: Any) -> list[dict[str, Any]]:

@@ -17,11 +17,9 @@ KINDS = {"bf16": torch.bfloat16, "sums": torch.bfloat16, "fp16": torch.float16}
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What ``tests/helpers/deepspeed_pairs.py`` has left."""
-    path, processes = tmp_path_factory.mktemp("pairs"), Processes()
-    try:
+    path = tmp_path_factory.mktemp("pairs")
+    with Processes() as processes:
         processes.run([command("python"), "-m", "tests.helpers.deepspeed_pairs", path], seconds=280, **DEEPSPEED)
-    finally:
-        processes.end()
     return path
 
 

@@ -17,11 +17,9 @@ from tests.helpers.deepspeed_shares import AVERAGE, BATCH, SAMPLES, SAVED_AT, Si
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What ``tests/helpers/deepspeed_shares.py`` has left."""
-    path, processes = tmp_path_factory.mktemp("shares"), Processes()
-    try:
+    path = tmp_path_factory.mktemp("shares")
+    with Processes() as processes:
         processes.run([command("python"), "-m", "tests.helpers.deepspeed_shares", path], seconds=280, **DEEPSPEED)
-    finally:
-        processes.end()
     return path
 
 

@@ -84,18 +84,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    folder, processes = tmp_path_factory.mktemp("cases"), Processes()
+    folder = tmp_path_factory.mktemp("cases")
     (folder / "cases.json").write_text(json.dumps([{"name": name, **case} for name, case in CASES.items()]))
     port = free_port()
     launcher = [command("deepspeed"), "--num_accelerators", 2, "--master_port", port]
-    try:
-        _, output = processes.run(
-            [*launcher, HELPERS / "deepspeed_ranks.py", folder / "cases.json"],
-            seconds=280,
-            **DEEPSPEED,
-        )
-    finally:
-        processes.end()
+    with Processes() as processes:
+        line = [*launcher, HELPERS / "deepspeed_ranks.py", folder / "cases.json"]
+        _, output = processes.run(line, seconds=280, **DEEPSPEED)
     assert not list(Path("/dev/shm").glob(f"*_{port}_*")), "DeepSpeed's buffers are left behind"
 
     def of(name: str) -> list[dict[str, Any]]:

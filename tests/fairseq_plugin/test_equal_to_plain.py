@@ -24,7 +24,7 @@ MORE = [*FP16, "--max-update", 13]
 
 @pytest.fixture(scope="module")
 def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, processes = tmp_path_factory.mktemp("plain"), Processes()
+    folder = tmp_path_factory.mktemp("plain")
     jobs: dict[str, list[object]] = {
         "plain": ["--optimizer", "sgd", *COMMON],
         "hybrid_fp16": [*HYBRID, *GROWING],
@@ -35,10 +35,8 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "adascale_fp32": ADASCALE,
         "adascale_fp16": [*ADASCALE, *FP16],
     }
-    try:
+    with Processes() as processes:
         train_alone(processes, data, folder, jobs, seconds=280)
-    finally:
-        processes.end()
     return folder
 
 

@@ -21,11 +21,9 @@ JOBS: dict[str, list[object]] = {
 
 @pytest.fixture(scope="module")
 def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[int, str]]]:
-    folder, processes = tmp_path_factory.mktemp("muon"), Processes()
-    try:
+    folder = tmp_path_factory.mktemp("muon")
+    with Processes() as processes:
         return folder, train_alone(processes, data, folder, JOBS, seconds=280)
-    finally:
-        processes.end()
 
 
 def saved(runs: tuple[Path, dict[str, tuple[int, str]]], name: str) -> Path:

@@ -175,7 +175,7 @@ def two_sources(data: Path, folder: Path) -> str:
 @pytest.fixture(scope="module")
 def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of one worker, one after the other in one process."""
-    folder, processes = tmp_path_factory.mktemp("shards"), Processes()
+    folder = tmp_path_factory.mktemp("shards")
     (folder / "small").mkdir()
     common = [*LOCAL, *ADAM, "--local-steps", 5, "--dropout", 0.1, "--log-interval", 1, *NO_FILES]
     halves = [*common, "--shards", 2, "--warmup-updates", 50]
@@ -189,10 +189,8 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "accumulated": [*halves, "--max-update", 10, "--update-freq", 2, "--record"],
         "sources": [*halves, "--max-update", 30],
     }
-    try:
+    with Processes() as processes:
         train_alone(processes, data, folder, jobs, 280, {"sources": two_sources(data, folder / "small")})
-    finally:
-        processes.end()
     return folder
 
 

@@ -56,10 +56,16 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 class Processes:
-    """Starts commands, each in a group of its own, which is killed at the end of the test."""
+    """Starts commands, each in a group of its own, which is killed at the end of a ``with`` block."""
 
     def __init__(self) -> None:
         self.started: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
 
     def start(self, arguments: Sequence[object], **environment: str) -> "subprocess.Popen[str]":
         process = subprocess.Popen(

@@ -52,12 +52,10 @@ def run_jobs(jobs: dict[str, Job], data: Path, folder: Path) -> dict[str, Job]:
         flags = [data, *MODEL, "--user-dir", PACKAGE, "--save-dir", saved, "--log-interval", 1, *job.flags]
         written.append({"name": name, "ranks": job.ranks, "spoil": job.spoil, "flags": [str(flag) for flag in flags]})
     (folder / "jobs.json").write_text(json.dumps(written))
-    processes, script = Processes(), HELPERS / "fairseq_ranks.py"
-    try:
+    script = HELPERS / "fairseq_ranks.py"
+    with Processes() as processes:
         ranks = [processes.start([sys.executable, script, folder / "jobs.json", rank]) for rank in (0, 1)]
         outputs = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
-    finally:
-        processes.end()
     assert all((job.path.parent / f"{name}-0.log").exists() for name, job in jobs.items()), outputs
     return jobs
 

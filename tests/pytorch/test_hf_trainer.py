@@ -179,12 +179,10 @@ def test_a_trainer_that_would_begin_once_more_with_a_smaller_batch_is_one_line_o
 @pytest.fixture(scope="module")
 def muon_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Where the Trainer begins and ends by itself, with Muon for the matrices of the layers."""
-    out, processes = tmp_path_factory.mktemp("alone"), Processes()
-    try:
+    out = tmp_path_factory.mktemp("alone")
+    with Processes() as processes:
         line = [command("python"), HELPERS / "hf_callback_job.py", out, json.dumps({"muon": True})]
         processes.run(line, seconds=200, PYTHONPATH=PATH)
-    finally:
-        processes.end()
     began, ended = (torch.load(out / f"{each}-0.pt", weights_only=True) for each in ("began", "worker"))
     return began, ended
 

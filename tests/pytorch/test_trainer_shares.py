@@ -19,11 +19,9 @@ PATH = f"{HELPERS / 'without_fairseq'}:{ROOT}"
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What ``tests/helpers/hf_shares.py`` has left."""
-    path, processes = tmp_path_factory.mktemp("shares"), Processes()
-    try:
+    path = tmp_path_factory.mktemp("shares")
+    with Processes() as processes:
         processes.run([command("python"), "-m", "tests.helpers.hf_shares", path], seconds=500, **DEEPSPEED)
-    finally:
-        processes.end()
     return path
 
 

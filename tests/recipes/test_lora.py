@@ -39,12 +39,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(base: Path, out: Path, launcher: list[object], *flags: object) -> dict[str, Tensor]:
     """The adapter that worker 0 has saved."""
-    processes = Processes()
-    try:
+    with Processes() as processes:
         line = [*launcher, *FLAGS, "--base", base, "--out", out, *flags]
         code, output = processes.run(line, 240, **ENVIRONMENT)
-    finally:
-        processes.end()
     assert code == 0, output
     return load_file(out / "adapter" / "adapter_model.safetensors")
 

@@ -54,8 +54,7 @@ def launch(processes: Processes, data: Path, save_dir: Path, *flags: object) -> 
 def hybrid(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Gradients of two batches each on average, some of them without those of a layer that was dropped in all; worker 0
     validates and saves in the midst of it, and epochs end."""
-    processes = Processes()
-    try:
+    with Processes() as processes:
         flags = ["--optimizer", "hybrid_async", "--update-freq", 2, "--max-update", 24, "--save-interval-updates", 10]
         flags += ["--encoder-layerdrop", 0.4, "--weight-decay", 0.01, "--shares", "auto"]
         for _ in range(3):  # on a busy machine one worker may have done all before the other is there
@@ -63,8 +62,6 @@ def hybrid(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             if {event["worker"] for event in events(run_dir)} == {0, 1}:
                 break
         return run_dir
-    finally:
-        processes.end()
 
 
 def replay(run_dir: Path, until: int | None = None) -> Replay:
