@@ -15,7 +15,7 @@ from scripts.faults.sgd_server import build
 
 
 class ThreadServer:
-    """A server that serves until :meth:`stop`, or until its run is finished.
+    """A server that serves until :meth:`stop`, which ends a ``with`` block too, or until its run is finished.
 
     Args:
         tls: directory of the server's certificates; None for connections without encryption.
@@ -48,6 +48,12 @@ class ThreadServer:
         self._listener, self._other = listener, other
         self.thread = threading.Thread(target=self._loop.run, daemon=True)
         self.thread.start()
+
+    def __enter__(self) -> "ThreadServer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
 
     def make_service(self, workers: int, run_dir: Path, build: Build) -> Service:
         """Returns the service of an ordinary server."""

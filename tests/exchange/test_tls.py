@@ -42,9 +42,8 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(tmp_path: Path, ours: Path) -> Iterator[ThreadServer]:
-    server = ThreadServer(2, tmp_path, HOST, tls=ours)
-    yield server
-    server.stop()
+    with ThreadServer(2, tmp_path, HOST, tls=ours) as server:
+        yield server
 
 
 def mixed(directory: Path, *parts: tuple[Path, str, str]) -> Path:

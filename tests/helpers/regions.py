@@ -97,8 +97,5 @@ def global_server(
 
 @contextmanager
 def region_server(run_dir: Path, workers: int = 1) -> Iterator[RegionServer]:
-    server = RegionServer(workers, run_dir, build=local_sgd_main.build, token=TOKEN)
-    try:
+    with RegionServer(workers, run_dir, build=local_sgd_main.build, token=TOKEN) as server:
         yield server
-    finally:
-        server.stop()

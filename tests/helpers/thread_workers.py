@@ -79,11 +79,8 @@ def local_sgd(run_dir: Path, workers: int = 2, host: str = "127.0.0.1", **option
     """So many workers of a run whose server adds their updates up, at a rate of 1 each, and has these options."""
     own: dict[str, Any] = {"outer": "sgd", "outer_lr": float(workers), "total_steps": 0}
     spec = local_sgd_spec(methods.parse(LocalSGDOptions, own | options, "test"), workers, [], None, {})
-    server = ThreadServer(workers, run_dir, host, outer.build)
-    try:
+    with ThreadServer(workers, run_dir, host, outer.build) as server:
         yield [Worker(server, worker, spec) for worker in range(workers)]
-    finally:
-        server.stop()
 
 
 _Result = TypeVar("_Result")

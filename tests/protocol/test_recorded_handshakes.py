@@ -18,9 +18,8 @@ from scripts.faults.thread_server import ThreadServer
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ThreadServer]:
-    server = ThreadServer(2, tmp_path)
-    yield server
-    server.stop()
+    with ThreadServer(2, tmp_path) as server:
+        yield server
 
 
 def connect(server: ThreadServer) -> tuple[Channel, str]:

@@ -281,12 +281,9 @@ def full(descriptor: int) -> None:
 
 
 def test_a_server_that_vanishes_in_the_handshake_is_noticed(tmp_path: Path) -> None:
-    server = ThreadServer(1, tmp_path, "127.0.0.2")
-    try:
+    with ThreadServer(1, tmp_path, "127.0.0.2") as server:
         client = Client(LastingConnection(server.address, server.token, 0))
         assert client.connection.channel.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) > 0
-    finally:
-        server.stop()
 
 
 def test_a_snapshot_is_its_owners_alone(tmp_path: Path) -> None:

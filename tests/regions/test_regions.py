@@ -207,13 +207,10 @@ def test_the_end_of_the_global_run_is_that_of_a_region(tmp_path: Path) -> None:
 def test_a_mistake_is_one_line_to_the_worker(tmp_path: Path, upstream: str, token: str, message: str) -> None:
     with global_server(tmp_path / "global") as above, region_server(tmp_path / "region0") as first:
         RegionWorker(first, 0, region_spec(f"{above.address},region=0"))
-        server = RegionServer(1, tmp_path / "region1", build=local_sgd_main.build, token=token)
-        try:
+        with RegionServer(1, tmp_path / "region1", build=local_sgd_main.build, token=token) as server:
             where = upstream.format(above=above.address, own=server.address)
             with pytest.raises(RefusedError, match=message):
                 RegionWorker(server, 0, region_spec(where))
-        finally:
-            server.stop()
 
 
 def test_a_region_without_certificates_is_told_that_the_global_server_may_need_them(tmp_path: Path) -> None:

@@ -24,8 +24,7 @@ def record(run_dir: Path, host: str, updates_per_step: int, again: int) -> Tenso
     """Workers push in an order of their own; after every ``again``-th update, its sender takes the parameters once
     more, as after a validation. Returns the last parameters."""
     spec = sgd_spec(updates_per_step, compress={"pull": {"codec": "e3m0", "block": 4}}, record=True)
-    server = ThreadServer(2, run_dir, host)
-    try:
+    with ThreadServer(2, run_dir, host) as server:
         workers = []
         for number in (0, 1):
             client, weight = (
@@ -42,8 +41,6 @@ def record(run_dir: Path, host: str, updates_per_step: int, again: int) -> Tenso
             if step % again == again - 1:
                 worker.start()
         return server.service.described.coordinator.server.parameters.clone()
-    finally:
-        server.stop()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"], ids=["shared memory", "TCP"])

@@ -289,15 +289,12 @@ def test_the_command_ends_with_1_at_a_violation(
 
 
 def test_a_real_run_is_proved(tmp_path: Path) -> None:
-    server = ThreadServer(2, tmp_path)
-    try:
+    with ThreadServer(2, tmp_path) as server:
         first, second = join_patiently(server, 0, updates_per_step=2), join_patiently(server, 1, updates_per_step=2)
         for sequence in range(4):
             push(first, sequence, 0.5)
             push(second, sequence, float("nan") if sequence == 2 else 0.25)
             push(second, sequence, 0.25)  # its answer was lost
-    finally:
-        server.stop()
     found = audit(tmp_path)
     assert found.applied == 7 and found.version == 3 and found.counts[1][Status.DUPLICATE] == 4
 

@@ -50,9 +50,8 @@ HELLO = Hello(METHOD, LAYOUT, remote=False)
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ThreadServer]:
-    server = ThreadServer(2, tmp_path)
-    yield server
-    server.stop()
+    with ThreadServer(2, tmp_path) as server:
+        yield server
 
 
 def test_two_workers_share_the_parameters_that_worker_0_brought(server: ThreadServer, tmp_path: Path) -> None:
@@ -99,16 +98,13 @@ def test_the_whole_state_comes_back_from_a_snapshot(server: ThreadServer, tmp_pa
     for sequence in range(3):
         push(first, sequence, 0.5)
     first.save_state(str(tmp_path / "state.pt"))
-    other = ThreadServer(2, tmp_path / "other")
-    try:
+    with ThreadServer(2, tmp_path / "other") as other:
         client = Client(LastingConnection(other.address, other.token, 0))
         client.join(LAYOUT, sgd_spec(updates_per_step=2))
         welcome = client.initialise(str(tmp_path / "state.pt"))
         assert welcome.sequence == 3 and pull(client) == pull(first)
         assert push(client, 3, 0.5).version == push(first, 3, 0.5).version == 2  # the third waited in the sum
         assert pull(client) == pull(first)
-    finally:
-        other.stop()
 
 
 def taken_up(server: ThreadServer, tmp_path: Path, before: str, now: str) -> Welcome:
@@ -116,13 +112,10 @@ def taken_up(server: ThreadServer, tmp_path: Path, before: str, now: str) -> Wel
     first = join(server, 0, max_epoch=1, framework={"inner_optimizer": {"_name": before}})
     assert push(first, 0, 0.5, epochs=1.0).finished
     first.save_state(str(tmp_path / "state.pt"))
-    other = ThreadServer(2, tmp_path / "other")
-    try:
+    with ThreadServer(2, tmp_path / "other") as other:
         client = Client(LastingConnection(other.address, other.token, 0))
         client.join(LAYOUT, sgd_spec(max_epoch=1, framework={"inner_optimizer": {"_name": now}}))
         return client.initialise(str(tmp_path / "state.pt"))
-    finally:
-        other.stop()
 
 
 def test_a_run_that_had_passed_its_data_is_finished_when_it_is_taken_up(server: ThreadServer, tmp_path: Path) -> None:

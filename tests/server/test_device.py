@@ -153,15 +153,12 @@ def test_a_snapshot_is_in_memory_and_names_the_gpu(ipc: FakeIpc, tmp_path: Path)
         state = workers.server.service.described.snapshot()
     finally:
         workers.stop()
-    later = ThreadServer(2, tmp_path / "later", build=sgd_server.build)
-    try:
+    with ThreadServer(2, tmp_path / "later", build=sgd_server.build) as later:
         later.service.snapshots.latest = lambda *_: (Path("version-2.pt"), state)  # type: ignore[method-assign]
         later.service.recover()
         run = later.service.described
         assert isinstance(run.slots.memory, GpuMemory) and state["gpu"] == NAME
         assert run.coordinator.server.parameters.tolist() == state["server"]["parameters"].tolist()
-    finally:
-        later.stop()
 
 
 def test_a_state_is_moved_as_it_is() -> None:

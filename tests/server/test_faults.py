@@ -373,8 +373,7 @@ def test_an_update_on_a_connection_that_was_replaced_is_not_taken(
 
 
 def test_strangers_are_closed_and_do_not_pile_up(tmp_path: Path) -> None:
-    server = ThreadServer(1, tmp_path)
-    try:
+    with ThreadServer(1, tmp_path) as server:
         client = join_patiently(server, 0)
         host, _, port = server.address.rpartition(":")
         strangers = [socket.create_connection((host, int(port))) for _ in range(400)]
@@ -385,5 +384,3 @@ def test_strangers_are_closed_and_do_not_pile_up(tmp_path: Path) -> None:
         assert push(client, 1, 0.25, base=1).version == 2
         for stranger in strangers:
             stranger.close()
-    finally:
-        server.stop()

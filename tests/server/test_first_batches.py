@@ -54,9 +54,6 @@ def test_a_worker_with_ever_new_batches_takes_no_memory_and_no_other_workers_pla
 
 
 def test_the_digest_comes_with_an_update_and_is_in_the_log(tmp_path: Path) -> None:
-    server = ThreadServer(1, tmp_path)
-    try:
+    with ThreadServer(1, tmp_path) as server:
         push(join(server, 0), 0, 0.5, first_batch="00ff")
-    finally:
-        server.stop()
     assert events(tmp_path)[0]["first_batch"] == "00ff"

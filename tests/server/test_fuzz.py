@@ -24,8 +24,7 @@ from tests.helpers.in_process import server as parameter_server
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_malformed_messages_do_not_change_the_server(tmp_path: Path, seed: int) -> None:
-    server = ThreadServer(2, tmp_path, "127.0.0.2")
-    try:
+    with ThreadServer(2, tmp_path, "127.0.0.2") as server:
         adder = Adder(Client(LastingConnection(server.address, server.token, 0, 30.0)))
         adder.step()
         fuzzer = Fuzzer(server, random.Random(seed), corpus=read_corpus())
@@ -34,13 +33,10 @@ def test_malformed_messages_do_not_change_the_server(tmp_path: Path, seed: int) 
         assert fuzzer.state() == before
         assert sum(fuzzer.tried.values()) > 100 and len(fuzzer.found) > 5
         assert adder.step().version == 2
-    finally:
-        server.stop()
 
 
 def test_what_was_once_found_is_refused_again(tmp_path: Path) -> None:
-    server = ThreadServer(2, tmp_path, "127.0.0.2")
-    try:
+    with ThreadServer(2, tmp_path, "127.0.0.2") as server:
         adder = Adder(Client(LastingConnection(server.address, server.token, 0, 30.0)))
         fuzzer = Fuzzer(server, random.Random(0))
         before = fuzzer.state()
@@ -48,8 +44,6 @@ def test_what_was_once_found_is_refused_again(tmp_path: Path) -> None:
             with fuzzer._connect() as connection:
                 fuzzer._send(connection, "stranger", data)
         assert fuzzer.state() == before and adder.step().version == 1
-    finally:
-        server.stop()
 
 
 @pytest.mark.parametrize("compress", ["none", "topk:chunk=8,keep=2,pull=int8", "int8,pull=e3m0"])

@@ -26,9 +26,8 @@ CLOSES_EARLY = {"closes_early": True, "grace_period": 30.0, "waits_for_dead": Fa
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ThreadServer]:
     """Of workers on another machine, whose tensors come over the connection."""
-    server = ThreadServer(2, tmp_path, "127.0.0.2")
-    yield server
-    server.stop()
+    with ThreadServer(2, tmp_path, "127.0.0.2") as server:
+        yield server
 
 
 def held(server: ThreadServer) -> set[int]:

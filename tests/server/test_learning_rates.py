@@ -212,15 +212,12 @@ SECOND = ScheduleEvent("x-2", "end_epoch", 2, 1.0)
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Client]:
-    server = ThreadServer(1, tmp_path, build=build)
-    try:
+    with ThreadServer(1, tmp_path, build=build) as server:
         client = Client(LastingConnection(server.address, server.token, 0, patience=30.0))
         client.join(LAYOUT, halving_spec())
         client.slot.zero_()
         assert client.initialise(None).assignment.learning_rate == 1.0
         yield client
-    finally:
-        server.stop()
 
 
 def learning_rate(client: Client, event: ScheduleEvent) -> float:

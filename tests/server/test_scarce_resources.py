@@ -202,9 +202,8 @@ def test_a_server_that_is_stopped_amid_a_publication_holds_up_readers_and_loses_
 @pytest.fixture
 def thread_server(tmp_path: Path) -> Iterator[ThreadServer]:
     """One whose workers share memory with it."""
-    server = ThreadServer(2, tmp_path)
-    yield server
-    server.stop()
+    with ThreadServer(2, tmp_path) as server:
+        yield server
 
 
 def test_a_servers_pause_of_nine_times_the_timeout_costs_the_pause(

@@ -41,9 +41,8 @@ def process(tmp_path: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ThreadServer]:
-    server = ThreadServer(2, tmp_path)
-    yield server
-    server.stop()
+    with ThreadServer(2, tmp_path) as server:
+        yield server
 
 
 def test_a_server_imports_nothing_from_the_working_directory(

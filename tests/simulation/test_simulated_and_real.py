@@ -141,14 +141,11 @@ def test_with_one_gradient_a_step_and_four_workers_both_schedules_count_the_serv
     """Ten gradients of each worker are 40 steps: the cosine ends at the 40th and not at the 10th, in both."""
     options = HybridOptions(updates_per_step=1, look_ahead=0.0)
     spec, order = hybrid_spec(options, 4, None, {}, 40), ShardOrder(shard_sizes(256, 4), seed=1)
-    server = ThreadServer(4, tmp_path / "real", build=build)
-    try:
+    with ThreadServer(4, tmp_path / "real", build=build) as server:
         workers = [Real(server, spec, worker, order) for worker in range(4)]
         for _ in range(10):
             rates = [worker.step() for worker in workers]
         real = server.service.described.coordinator.server.parameters.clone()
-    finally:
-        server.stop()
     experiment = {
         "problem": {"type": "here"},
         "steps": 10,
@@ -170,14 +167,11 @@ def test_with_one_gradient_a_step_and_four_workers_both_schedules_count_the_serv
 def test_a_simulation_in_bf16_ends_where_a_real_worker_in_bf16_ends(tmp_path: Path) -> None:
     """Masters below the precision of bf16 are kept: the server's, of which the worker's model is the rounding."""
     order = ShardOrder([256], seed=1)
-    server = ThreadServer(1, tmp_path / "real", build=build)
-    try:
+    with ThreadServer(1, tmp_path / "real", build=build) as server:
         worker = Real(server, hybrid_spec(HybridOptions(look_ahead=0.0), 1, None, {}, 40), 0, order, bf16=True)
         for _ in range(40):
             worker.step()
         real = server.service.described.coordinator.server.parameters.clone()
-    finally:
-        server.stop()
     experiment = {
         "problem": {"type": "here"},
         "bf16": True,

@@ -71,8 +71,7 @@ def test_an_exchange_of_local_steps_is_one_transfer_each_way(tmp_path: Path, cud
 def test_a_fragment_is_read_when_it_is_sent_and_read_and_written_when_it_is_taken_back(
     tmp_path: Path, cuda: FakeCuda
 ) -> None:
-    server = ThreadServer(1, tmp_path, build=local_sgd_main.build)
-    try:
+    with ThreadServer(1, tmp_path, build=local_sgd_main.build) as server:
         worker = Descent(Client(LastingConnection(server.address, server.token, 0)), streaming(delay=1), 1)
         for _ in range(5):  # fragments are sent after every second step; the first pins
             worker.step()
@@ -83,5 +82,3 @@ def test_a_fragment_is_read_when_it_is_sent_and_read_and_written_when_it_is_take
             assert worker.step()
             assert (cuda.to_memory, cuda.to_gpu) == (before[0] + 2, before[1] + 1)
         assert (cuda.late, cuda.unpinned) == (0, before[2])
-    finally:
-        server.stop()

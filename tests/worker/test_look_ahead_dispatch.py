@@ -48,11 +48,8 @@ class Worker:
 @contextmanager
 def run(run_dir: Path, **options: Any) -> Iterator[tuple[ThreadServer, list[Worker]]]:
     chosen = methods.parse(LocalSGDOptions, MLA | options, "test")
-    server = ThreadServer(2, run_dir, build=local_sgd_main.build)
-    try:
+    with ThreadServer(2, run_dir, build=local_sgd_main.build) as server:
         yield server, [Worker(server, worker, chosen) for worker in range(2)]
-    finally:
-        server.stop()
 
 
 def parameters(server: ThreadServer) -> Tensor:

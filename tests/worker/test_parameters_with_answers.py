@@ -48,13 +48,10 @@ def options(**changes: Any) -> AsyncLocalSGDOptions:
 
 def train(run_dir: Path, host: str, given: AsyncLocalSGDOptions) -> tuple[Tensor, list[Event]]:
     """One worker to the end of its run; its parameters then, and the events."""
-    server = ThreadServer(1, run_dir, host, local_sgd_main.build)
-    try:
+    with ThreadServer(1, run_dir, host, local_sgd_main.build) as server:
         descent = Descent(Client(LastingConnection(server.address, server.token, 0)), given, 1)
         descent.run()
         return descent.theta, list(read_events(run_dir / "events.jsonl"))
-    finally:
-        server.stop()
 
 
 @pytest.mark.parametrize(
@@ -115,8 +112,7 @@ def test_parameters_that_are_lost_behind_their_answer_are_asked_for(
 ) -> None:
     wanted, events = train(tmp_path / "whole", "127.0.0.2", options())
     pulls.clear()
-    server = ThreadServer(1, tmp_path / "cut", "127.0.0.2", local_sgd_main.build)
-    try:
+    with ThreadServer(1, tmp_path / "cut", "127.0.0.2", local_sgd_main.build) as server:
         descent = Descent(Client(LastingConnection(server.address, server.token, 0, patience=10.0)), options(), 1)
         for _ in range(3):
             descent.step()
@@ -133,8 +129,6 @@ def test_parameters_that_are_lost_behind_their_answer_are_asked_for(
 
         monkeypatch.setattr(channel, "answer", half)
         descent.run()
-    finally:
-        server.stop()
     assert len(pulls) == 3 and torch.equal(descent.theta, wanted)
     cut = list(read_events(tmp_path / "cut" / "events.jsonl"))
     assert [event.sequence for event in cut] == [event.sequence for event in events]
@@ -145,8 +139,7 @@ def test_hybrid_workers_have_parameters_behind_the_answer_to_a_step(
     tmp_path: Path, pulls: list[int], look_ahead: float, starts: list[float]
 ) -> None:
     """A gradient that completes no step is answered without any: what its worker has is the newest."""
-    server = ThreadServer(1, tmp_path, "127.0.0.2", build)
-    try:
+    with ThreadServer(1, tmp_path, "127.0.0.2", build) as server:
         job = HybridJob(join(server, 0, updates_per_step=2, last_version=3, look_ahead=look_ahead))
         given = []
         while not job.worker.finished:
@@ -154,6 +147,4 @@ def test_hybrid_workers_have_parameters_behind_the_answer_to_a_step(
             job.worker.scale_into_slot(1.0)
             job.worker.step(1, None)
             given.append(job.parameters()[0])
-    finally:
-        server.stop()
     assert given == [*starts, 4.0] and len(pulls) == 2

@@ -39,8 +39,7 @@ def test_a_server_that_says_nothing_for_a_while_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connection, "_SILENCE", 0.2)
-    server = ThreadServer(1, tmp_path)
-    try:
+    with ThreadServer(1, tmp_path) as server:
         busy, tick = threading.Event(), server.service.tick
 
         def slow_tick() -> float:
@@ -56,16 +55,13 @@ def test_a_server_that_says_nothing_for_a_while_is_waited_for(
         assert watched == 1000 * server.service.membership.timeout > 0
         client.close()
         assert f"the server at {server.address} says nothing yet; still waiting" in caplog.text
-    finally:
-        server.stop()
 
 
 def test_memory_that_is_gone_again_is_looked_for_until_there_is_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server may die between its welcome and the moment in which the worker opens its memory."""
-    server = ThreadServer(1, tmp_path)
-    try:
+    with ThreadServer(1, tmp_path) as server:
         worker, attach, left = join_patiently(server, 0), SharedMemory.attach, [2]
 
         def attach_at_last(*given: Any) -> SharedMemory:
@@ -78,8 +74,6 @@ def test_memory_that_is_gone_again_is_looked_for_until_there_is_another(
         worker.connection.channel.connection.shutdown(socket.SHUT_RDWR)
         assert push(worker, 0, 0.5).version == 1 and left == [-1]
         worker.close()
-    finally:
-        server.stop()
 
 
 @pytest.mark.parametrize("after", ["nothing", "connection", "greeting", "introduction"])
@@ -172,13 +166,10 @@ def test_a_server_that_stays_away_is_lost_after_the_patience(monkeypatch: pytest
     monkeypatch.setattr(lasting_connection, "_PAUSE", 0.01)
     monkeypatch.setattr(lasting_connection, "_SIGNS_OF_LIFE", 1e6)
     monkeypatch.setattr(LastingConnection, "show_life", show_life)
-    server = ThreadServer(1, tmp_path)
-    try:
+    with ThreadServer(1, tmp_path) as server:
         client = Client(LastingConnection(server.address, server.token, 0, 0.1, lost.append))
         wait_until(lambda: bool(lost))
         client.close()
-    finally:
-        server.stop()
     assert [str(each) for each in lost] == [client.connection.loss] and "is gone" in client.connection.loss
     # a client that an earlier test has left may try, too
     attempts = [again for connection, again in of_all if connection is client.connection]
@@ -351,11 +342,8 @@ def test_an_answer_that_is_missing_for_minutes_is_told_each_minute(
 
 def test_a_worker_shows_life_as_often_as_its_run_asks_for(tmp_path: Path) -> None:
     """The server does not know the run's timeout before the first worker has joined."""
-    server = ThreadServer(1, tmp_path)
-    try:
+    with ThreadServer(1, tmp_path) as server:
         client = join(server, 0, worker_timeout=3.0)
         assert client.connection.channel.timeout == 3.0
         assert client.connection.channel.connection.gettimeout() is None, "a message may come with pauses"
         client.leave(finished=True)
-    finally:
-        server.stop()
