@@ -9,21 +9,54 @@ from typing import Any
 import pytest
 import torch
 
+from fairseq_async.method import methods
+from fairseq_async.method.spec import hybrid_spec, local_sgd_spec
+from fairseq_async.options.config import HybridOptions, LocalSGDOptions
 from fairseq_async.simulation.records import Records
 from fairseq_async.simulation.trial import Trial
 from scripts.faults.digest import digest
+from tests.helpers.covering import covering
 from tests.helpers.simulations import Log, tiny_trial
 
 pytestmark = pytest.mark.usefixtures("recipe_rules")
 
-DN = {"method": "local_sgd", "outer": "delayed_nesterov", "local_steps": 2}
+LOCAL_SGD: dict[str, dict[str, Any]] = {
+    "sparse updates": {"compress": "topk:chunk=3,keep=1"},
+    "rounded starts": {"compress": "pull=int8:block=8"},
+    "by speed": {"dynamic_local_steps": True},
+    "weights": {"staleness_power": -0.5},
+    "limit": {"staleness_limit": 1},
+    "compensation": {"delay_compensation": 0.5},
+    "fragments": {"local_steps": 4, "fragments": 2, "fragment_delay": 1},
+    "ahead": {"start_ahead": True},
+}
+HYBRID: dict[str, dict[str, Any]] = {
+    "rounded updates": {"compress": "dqsgd"},
+    "rounded starts": {"compress": "pull=int8:block=8"},
+    "shares": {"shares": "auto", "micro_batches": 2},
+    "two in a step": {"updates_per_step": 2},
+    "ahead": {"look_ahead": 1.5},
+}
+CHANGES = {"changes": {"compress": "pull=e3m0:block=8"}}
+ROUNDS, BARRIER = {"grace": {"grace_period": 1.5}}, {"barrier": {"barrier": True}}
+
+
+def local_sgd(given: dict[str, Any]) -> dict[str, Any]:
+    method = {"method": "local_sgd", "outer": "delayed_nesterov", "local_steps": 2} | given
+    local_sgd_spec(methods.parse(LocalSGDOptions, method, "test"), 3, [], None, {})
+    return method
+
+
+def hybrid(given: dict[str, Any]) -> dict[str, Any]:
+    hybrid_spec(methods.parse(HybridOptions, given, "test"), 3, None, {}, 0)
+    return {"method": "hybrid_async"} | given
+
+
 METHODS: dict[str, dict[str, Any]] = {
     "hybrid": {"method": "hybrid_async"},
-    "synchronous": {"method": "hybrid_async", "barrier": True},
     "DiLoCo": {"method": "local_sgd", "outer": "diloco", "local_steps": 2},
     "IsoLoCo": {"method": "local_sgd", "outer": "isoloco", "local_steps": 2},
     "per rate": {"method": "local_sgd", "outer": "per_step", "divide_by": "rate", "minimum": 0.1, "local_steps": 2},
-    "grace": DN | {"grace_period": 1.5, "dynamic_local_steps": True, "staleness_power": -0.5},
     "HeLoCo": {"method": "local_sgd", "outer": "heloco", "local_steps": 2, "delay_compensation": 0.5},
     "quorum": {
         "method": "local_sgd",
@@ -32,16 +65,12 @@ METHODS: dict[str, dict[str, Any]] = {
         "quorum": 2,
         "grace_period": 0.7,
     },
-    "compensated": DN | {"delay_compensation": 0.5, "staleness_limit": 1},
-    "fragments": DN | {"local_steps": 4, "fragments": 2, "fragment_delay": 1, "dynamic_local_steps": True},
-    "compressed": DN | {"compress": "topk:chunk=3,keep=1", "staleness_limit": 1},
-    "rounded": {"method": "hybrid_async", "compress": "dqsgd,pull=int8:block=8"},
-    "rounded starts": DN | {"compress": "pull=int8", "delay_compensation": 0.5},
-    "changes": DN | {"compress": "e3m0:block=8,pull=e3m0:block=8"},
     "adasum": {"method": "adasum", "local_steps": 2},
     "gs-SGD": {"method": "gs_sgd", "columns": 8, "keep": 3},
     "adascale": {"method": "adascale", "optimizer": {"type": "sgd", "lr": 0.1}},
 }
+METHODS |= {", ".join(names): method for names, method in covering(local_sgd, LOCAL_SGD, CHANGES | ROUNDS)}
+METHODS |= {", ".join(names): method for names, method in covering(hybrid, HYBRID, CHANGES | BARRIER)}
 EXCHANGE = {"seconds": 0.25, "server_seconds": 0.8}
 CLUSTERS: dict[str, dict[str, Any]] = {
     # worker 1 comes, and comes back, while the server is busy; worker 2 stands still

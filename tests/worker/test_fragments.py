@@ -168,20 +168,6 @@ def test_a_real_run_is_the_simulated_one_to_the_bit(
 # Faults
 
 
-def test_an_update_whose_answer_is_lost_counts_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    undisturbed, disturbed = start(1), start(1, "disturbed")
-    workers = [Descent(client(server, 0, 30.0), streaming(), 1) for server in (undisturbed, disturbed)]
-    for step in range(14):
-        if step in (3, 7):
-            lose_next_answer(workers[1].local, monkeypatch)
-        for worker in workers:
-            worker.step()
-    for worker in workers:
-        worker.local.settle()
-    assert torch.equal(parameters(undisturbed), parameters(disturbed))
-    assert audit(disturbed.service.run_dir).applied == 7
-
-
 def test_workers_die_come_back_and_join_in_the_middle_and_each_goes_on_with_its_next_fragment(start: Start) -> None:
     server, options = start(2), streaming(1, total_steps=40)
     first, second = (Descent(client(server, worker), options, 2) for worker in (0, 1))
@@ -395,3 +381,17 @@ def test_what_does_not_go_with_fragments_is_refused_in_one_line(
 def test_more_fragments_than_tensors_are_refused_before_the_server_hears_of_it(start: Start) -> None:
     with pytest.raises(ConfigurationError, match="--fragments is 4: the model has 3 tensors; give at most as many"):
         Descent(client(start(1)), streaming(fragments=4, local_steps=4), 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*map(streaming, (0, 1, 2)), *(DelayedNesterovOptions(local_steps=2, overlap=over) for over in (False, True))],
+    ids=["fragments", "a step later", "two steps later", "whole", "overlapped"],
+)
+def test_a_worker_whose_run_is_over_has_nothing_left_to_send(start: Start, options: DelayedNesterovOptions) -> None:
+    """Not even the steps that it took while its last update was on its way."""
+    server = start(1)
+    worker = Descent(client(server), options.model_copy(update={"total_steps": 24}), 1)
+    worker.run()
+    assert (worker.local.done, worker.local.has_work()) == (0, False)
+    assert torch.equal(worker.theta, parameters(server))
