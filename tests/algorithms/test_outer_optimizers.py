@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -207,14 +208,23 @@ def test_a_compensation_that_fp32_cannot_hold_leaves_the_update_as_it_is() -> No
     assert StalenessPolicy(compensation=0.5).adjusted(late, 3, now, then) is late
 
 
-def test_staleness_weighs_and_compensates_by_its_formulas() -> None:
+@pytest.mark.parametrize("power", [0.0, -0.5])
+@pytest.mark.parametrize("compensation", [0.0, 0.25])
+@pytest.mark.parametrize("share", [1.0, 1.5])
+@pytest.mark.parametrize("known", [False, True])
+def test_staleness_weighs_and_compensates_by_its_formulas(
+    power: float, compensation: float, share: float, known: bool
+) -> None:
+    """All of them together; of an update whose start is not known, the weight alone."""
     g, now, then = torch.tensor([2.0, -1.0]), torch.tensor([1.0, 1.0]), torch.tensor([0.0, 3.0])
-    late = update(g)
-    assert torch.equal(StalenessPolicy(power=-0.5).adjusted(late, 3, now, then).delta, g / 2)
-    assert torch.equal(
-        StalenessPolicy(compensation=0.5).adjusted(late, 3, now, then).delta, g + 0.5 * g * g * (now - then)
-    )
-    assert StalenessPolicy().adjusted(late, 3, now, then) is late
+    late = replace(update(g), share=share)
+    adjusted = StalenessPolicy(power, compensation=compensation).adjusted(late, 3, now, then if known else None)
+    expected = share * 4**power * (g + compensation * g * g * (now - then) * known)
+    assert torch.equal(adjusted.delta, expected)
+    assert (adjusted is late) == torch.equal(expected, g)
+
+
+def test_an_update_above_the_limit_is_dropped() -> None:
     assert (
         not StalenessPolicy(limit=10).drops(10)
         and StalenessPolicy(limit=10).drops(11)

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from fairseq_async.algorithms import AdaScaleGain
 from fairseq_async.collective import AdaScale
-from fairseq_async.collective.adascale.square_norms import LocalSquareNorms, norm_of
+from fairseq_async.collective.adascale import step_norms
+from fairseq_async.collective.adascale.square_norms import LocalSquareNorms, norm_of, plain_norm
+from fairseq_async.collective.adascale.step_norms import StepNormMeter
 from fairseq_async.errors import ConfigurationError
 from tests.helpers.commands import ROOT
 from tests.helpers.references import norms
@@ -387,3 +389,13 @@ def test_adams_rule_needs_adams_state() -> None:
     adascale = AdaScale(torch.optim.Adagrad(model.parameters()), accumulation=2, adaptive=True)
     with pytest.raises(ConfigurationError, match="Adagrad keeps no exp_avg_sq"):
         train(model, adascale, task(14), 2)
+
+
+@pytest.mark.parametrize("partitioned", [False, True])
+def test_norms_of_parts_are_those_of_the_whole_gradient(monkeypatch: pytest.MonkeyPatch, partitioned: bool) -> None:
+    """Of two ranks, each has the whole mean gradient, or half of it."""
+    parameter, whole = torch.zeros(4), torch.tensor([1.0, -2.0, 1.0, -2.0])
+    monkeypatch.setattr(step_norms.dist, "all_reduce", lambda numbers, group: numbers.mul_(2))  # both have the same
+    reduced = [[whole[:2] if partitioned else whole]]
+    meter = StepNormMeter([[parameter]], plain_norm, 2, None, lambda: reduced, partitioned)
+    assert meter.all_reduce(1.0, 1.0).mean == pytest.approx([10.0])

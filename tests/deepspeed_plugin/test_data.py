@@ -11,12 +11,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from fairseq_async.deepspeed_plugin.data import DataShare, ShardedLoader, length_of
+from fairseq_async.deepspeed_plugin.engines.synchronous import GroupPosition
 from fairseq_async.deepspeed_plugin.initialize import _Arguments
 from fairseq_async.deepspeed_plugin.loading import Loading, loading_of
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.server.rounds.dealer import Dealer
 from fairseq_async.worker.batches import BatchDigest
-from fairseq_async.worker.shards import ShardOrder, shard_sizes
+from fairseq_async.worker.shards import BatchCounter, ShardOrder, shard_sizes
 from tests.helpers.stand_ins import Numbers, Position
 
 
@@ -273,3 +274,9 @@ def test_the_loader_needs_steps_of_a_known_number_of_micro_batches() -> None:
     arguments_with_data().check({"managed_gradient_accumulation": True}, in_the_server=False)
     with pytest.raises(ConfigurationError, match='file.json: "managed_gradient_accumulation" is False: with training_'):
         arguments_with_data().check({"managed_gradient_accumulation": False}, in_the_server=False)
+
+
+def test_a_group_draws_other_batches_after_a_step_that_was_skipped() -> None:
+    engine: Any = SimpleNamespace(global_steps=3, skipped_steps=1, progress=2, finished=False)
+    position, counter = GroupPosition(engine), BatchCounter(micro_batches=2, workers=1)
+    assert [counter.next(position) for _ in range(2)] == [(0, 6), (0, 7)]

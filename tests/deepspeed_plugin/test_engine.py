@@ -19,10 +19,12 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 from fairseq_async.deepspeed_plugin.engines import local_sgd
+from fairseq_async.deepspeed_plugin.engines.adasum import AdasumEngine
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.hybrid import HybridEngine
 from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
 from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
+from fairseq_async.deepspeed_plugin.engines.synchronous import SynchronousEngine
 from fairseq_async.deepspeed_plugin.engines.tensors import check_masters, has_no_gradient, replica_of, trainable
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import ConfigurationError, ExchangeError
@@ -103,19 +105,22 @@ def test_parameters_that_are_trained_are_those_that_were_when_the_run_began(
 
 
 @pytest.mark.parametrize(
-    ("deals", "drawn", "rest", "finished", "sent"),
+    ("deals", "drawn", "rest", "sends"),
     [
-        (False, 6, 2, False, 2),  # the second step of four is complete with them
-        (False, 5, 2, False, None),
-        (False, 4, 0, False, None),
-        (False, 6, 2, True, None),
-        (True, 15, 1, False, 1),  # of both workers together, a step has eight
-        (True, 14, 1, False, None),
+        (False, 6, 2, True),  # the second step of four is complete with them
+        (False, 11, 1, True),
+        (False, 5, 2, False),
+        (False, 8, 3, False),
+        (False, 4, 0, False),
+        (True, 15, 1, True),  # of both workers together, a step has eight
+        (True, 11, 1, False),
     ],
 )
+@pytest.mark.parametrize(("for_all", "finished"), [(False, False), (True, False), (False, True)])
 def test_what_a_loop_has_left_is_sent_at_its_end_where_it_completes_a_step_of_the_average(
-    monkeypatch: pytest.MonkeyPatch, deals: bool, drawn: int, rest: int, finished: bool, sent: int | None
+    monkeypatch: pytest.MonkeyPatch, deals: bool, drawn: int, rest: int, sends: bool, for_all: bool, finished: bool
 ) -> None:
+    """Plain DeepSpeed steps after the 4th, the 8th and the 12th micro-batch."""
     engine: Any = HybridEngine.__new__(HybridEngine)
     nn.Module.__init__(engine)
     engine.spec, engine.workers, engine.deals = SimpleNamespace(micro_batches=4), 2, deals
@@ -124,10 +129,9 @@ def test_what_a_loop_has_left_is_sent_at_its_end_where_it_completes_a_step_of_th
     engine.async_worker = SimpleNamespace(finished=finished, **given)
     done = list[object]()
     monkeypatch.setattr(HybridEngine, "_step_with", lambda engine, rest: done.append(rest))
-    monkeypatch.setattr(HybridEngine, "finished", finished, raising=False)
-    monkeypatch.setattr(AsyncEngine, "end", lambda engine, for_all: done.append("ends"))
-    engine.end()
-    assert done == ([] if sent is None else [sent]) + ["ends"]
+    monkeypatch.setattr(AsyncEngine, "end", lambda engine, for_all: done.append(f"ends {for_all}"))
+    engine.end(for_all)
+    assert done == [rest] * (sends and not for_all and not finished) + [f"ends {for_all}"]
 
 
 def test_the_micro_batches_of_all_steps_are_counted_and_a_step_begins_with_the_share_of_the_next() -> None:
@@ -164,24 +168,6 @@ def test_an_evaluation_and_a_checkpoint_of_a_worker_that_is_ahead_are_of_the_ser
     pulls = ["pulls"] * bool(look_ahead)
     state = {"async_loss_scale": {"cur_scale": 1.0}}
     assert done == [*pulls, f"saves ('directory', 'tag', {state})", *pulls, "evaluates"]
-
-
-@pytest.mark.parametrize(
-    ("drawn", "rest", "sends"), [(10, 1, False), (10, 2, True), (8, 3, False), (11, 1, True), (11, 0, False)]
-)
-@pytest.mark.parametrize(("for_all", "finished"), [(False, False), (True, False), (False, True)])
-def test_micro_batches_that_are_left_at_the_end_are_sent_where_they_complete_an_average_step(
-    monkeypatch: pytest.MonkeyPatch, drawn: int, rest: int, sends: bool, for_all: bool, finished: bool
-) -> None:
-    """Of four micro-batches: plain DeepSpeed steps after the 8th and the 12th."""
-    engine, did = cast(Any, HybridEngine.__new__(HybridEngine)), list[object]()
-    nn.Module.__init__(engine)
-    engine._share, engine._first, engine.micro_steps = 5, 20, 20 + rest
-    engine.async_worker, engine.spec = SimpleNamespace(drawn=drawn, finished=finished), SimpleNamespace(micro_batches=4)
-    monkeypatch.setattr(HybridEngine, "_step_with", lambda engine, rest: did.append(rest))
-    monkeypatch.setattr(AsyncEngine, "end", lambda engine, for_all: did.append(f"ends {for_all}"))
-    engine.end(for_all)
-    assert did == [rest] * (sends and not for_all and not finished) + [f"ends {for_all}"]
 
 
 def test_a_step_of_the_micro_batches_that_are_left_has_their_mean_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,6 +358,21 @@ def test_a_worker_without_a_checkpoint_of_that_tag_takes_worker_0s(tmp_path: Pat
         engine = SavingEngine(tmp_path, worker=1, joined=False)
         engine.load_checkpoint(str(tmp_path), tag)
         assert engine.given == [expected]
+
+
+def test_a_rank_of_adasum_without_a_checkpoint_of_that_tag_takes_rank_0s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, given = cast(Any, AdasumEngine.__new__(AdasumEngine)), list[object]()
+    nn.Module.__init__(engine)
+    engine.worker = 1
+    for name in ("a", "b", "worker-1/a"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "latest").write_text("b")
+    monkeypatch.setattr(SynchronousEngine, "load_checkpoint", lambda engine, *args: given.append(args))
+    for tag in ("a", "b", None):
+        engine.load_checkpoint(str(tmp_path), tag)
+    assert given == [(str(tmp_path / "worker-1"), "a"), (str(tmp_path), "b"), (str(tmp_path), "b")]
 
 
 @pytest.mark.usefixtures("of_deepspeed")

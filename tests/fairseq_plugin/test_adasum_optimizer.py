@@ -59,19 +59,26 @@ def gradients(rank: int, step: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in ((4, 3), (4,))]
 
 
-def trained(together: Together, cfg: Any, start: nn.Module, tokens: Sequence[float], steps: int) -> list[Tensor]:
-    """What two ranks come to, calling the optimizer as fairseq's trainer does; the norm is clipped to 1."""
+def trained(
+    together: Together, cfg: Any, start: nn.Module, tokens: Sequence[float], steps: int, empty: int = -1
+) -> list[Tensor]:
+    """What two ranks come to, calling the optimizer as fairseq's trainer does; the norm is clipped to 1.
+
+    Args:
+        empty: the step for which the second rank has no batch.
+    """
 
     def work(rank: int) -> list[Tensor]:
         model = copy.deepcopy(start)
         method = AdasumOptimizer(cfg.optimizer, model.parameters())
         method.combine = together.combine
         for step in range(steps):
+            own, whole = tokens[rank] * (rank == 0 or step != empty), sum(tokens[: 1 if step == empty else 2])
             for parameter, gradient in zip(model.parameters(), gradients(rank, step), strict=True):
-                parameter.grad = gradient * tokens[rank]
-            method.share = sum(tokens) / 2 / tokens[rank]
+                parameter.grad = gradient * own
+            method.share = whole / 2 / own if own else 0.0
             method.all_reduce_grads(model)
-            method.multiply_grads(2 / sum(tokens))
+            method.multiply_grads(2 / whole)
             method.clip_grad_norm(1.0)
             method.step()
         method.states.gathered = [{"of": "another rank"}]
@@ -101,26 +108,34 @@ def test_the_gradient_form_is_the_adasum_of_the_mean_gradients(monkeypatch: pyte
         assert torch.allclose(tensor.double(), parameter, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.01])
-def test_the_delta_form_is_the_adasum_of_the_steps_of_the_ranks(monkeypatch: pytest.MonkeyPatch, clip: float) -> None:
-    """Against Adam in double precision: sums over 5 and 3 tokens, clipped by the mean square norm."""
+@pytest.mark.parametrize(("clip", "empty"), [(0.0, -1), (0.01, -1), (0.0, 2)])
+def test_the_delta_form_is_the_adasum_of_the_steps_of_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, clip: float, empty: int
+) -> None:
+    """Against Adam in double precision: sums over 5 and 3 tokens, clipped by the mean square norm. A rank without a
+    batch takes no step by its moments."""
     together, tokens, steps = Together(2), (5.0, 3.0), 3
     monkeypatch.setattr(plugin.dist, "all_reduce", together.all_reduce)
     cfg = parsed(monkeypatch, *ADASUM, *ADAM, "--lr", "0.02", "--adasum-clip-delta", clip)
     torch.manual_seed(5)
     start = nn.Linear(3, 4)
-    first = trained(together, cfg, start, tokens, steps)
+    first = trained(together, cfg, start, tokens, steps, empty)
     now = [parameter.detach().double() for parameter in start.parameters()]
     replicas = [[Parameter(tensor.clone()) for tensor in now] for _ in range(2)]
     adams = [torch.optim.Adam(replica, lr=0.02, betas=(0.9, 0.98), eps=1e-8) for replica in replicas]
     for step in range(steps):
         own = [[gradient.double() for gradient in gradients(rank, step)] for rank in range(2)]
-        norm = math.sqrt(sum(float(g.square().sum()) for of_rank in own for g in of_rank) / 2)
+        if step == empty:
+            own[1] = [torch.zeros_like(gradient) for gradient in own[1]]
+        norm = math.sqrt(sum(float(g.square().sum()) for of_rank in own for g in of_rank) / (1 + (step != empty)))
         for replica, adam, of_rank in zip(replicas, adams, own, strict=True):
             for parameter, tensor, gradient in zip(replica, now, of_rank, strict=True):
                 parameter.data.copy_(tensor)
                 parameter.grad = gradient * min(1.0, 1.0 / norm)
             adam.step()
+        if step == empty:
+            for parameter, tensor in zip(replicas[1], now, strict=True):
+                parameter.data.copy_(tensor)
         deltas = [adasum([r[i].detach() - tensor for r in replicas]) for i, tensor in enumerate(now)]
         length = math.sqrt(sum(float(delta.square().sum()) for delta in deltas))
         factor = min(1.0, clip / length) if clip else 1.0

@@ -71,6 +71,16 @@ def test_no_library_in_a_worker_takes_it_for_a_rank_of_one_group() -> None:
     assert not any(scheduler.rank in variables for scheduler in SCHEDULERS)
 
 
+@pytest.mark.parametrize(("ranks", "devices"), [(1, "4,6,8"), (2, "4,6,8,9"), (3, "4,6,8,9,10,11")])
+def test_the_tasks_of_a_machine_divide_its_gpus(ranks: int, devices: str) -> None:
+    given = devices.split(",")
+    own = [
+        Task.find(TORCHRUN | {"LOCAL_RANK": str(local)}).environment({"CUDA_VISIBLE_DEVICES": devices}, ranks)
+        for local in range(len(given) // ranks)
+    ]
+    assert ",".join(each["CUDA_VISIBLE_DEVICES"] for each in own) == devices
+
+
 @pytest.mark.parametrize("change", [{"SLURM_PROCID": "5"}, {"SLURM_PROCID": "x"}, {"SLURM_STEP_NUM_TASKS": ""}])
 def test_variables_that_are_no_rank_are_named(change: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError, match="SLURM_PROCID=.*, SLURM_STEP_NUM_TASKS=.*: no rank of srun"):

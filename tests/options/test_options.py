@@ -3,6 +3,7 @@
 import json
 import math
 from argparse import ArgumentParser
+from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from itertools import combinations
 from typing import Any
@@ -173,6 +174,15 @@ def test_steps_that_close_and_look_ahead_are_the_default_of_hybrid_and_a_barrier
 def test_options_of_hybrid_that_make_no_sense_are_refused_by_name(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         methods.parse(HybridOptions, given, "here")
+
+
+@pytest.mark.parametrize("barrier", [False, True])
+@pytest.mark.parametrize("updates", [None, 2, 3])
+def test_a_step_that_is_divided_by_speed_is_one_of_all_workers(barrier: bool, updates: int | None) -> None:
+    options = HybridOptions(shares="auto", micro_batches=2, barrier=barrier, updates_per_step=updates)
+    of_all = updates is None or barrier and updates == 3
+    with nullcontext() if of_all else pytest.raises(ConfigurationError, match=f"--updates-per-step is {updates}"):
+        options.for_workers(3)
 
 
 @pytest.mark.parametrize("kind", ["closes early", "barrier", "local SGD"])

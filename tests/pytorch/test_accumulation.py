@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler
 
 from fairseq_async.errors import ConfigurationError
 
@@ -111,3 +113,18 @@ def test_a_script_that_counts_is_found_in_any_class_of_its_own(module: Any) -> N
         assert not module.follows_shares(trainer)
         with pytest.raises(ConfigurationError, match=f"^{name} reads args.gradient_accumulation_steps"):
             module.check_counting(trainer)
+
+
+def test_data_and_sampler_are_told_the_pass_whose_batches_are_dealt(module: Any) -> None:
+    class Told(list[int]):
+        passes: tuple[int, ...] = ()
+
+        def set_epoch(self, number: int) -> None:
+            self.passes += (number,)
+
+    data, order = Told(range(6)), Told(range(6))
+    shard = BatchSamplerShard(BatchSampler(order, 1, drop_last=False), num_processes=2, process_index=0)
+    loader = SimpleNamespace(dataset=data, collate_fn=list, batch_sampler=shard)
+    batches = import_module("fairseq_async.pytorch.dealt")._Batches(loader, workers=2, micro_batches=2)
+    assert [batches[0, number][1] for number in (0, 3, 4, 5)] == [[0], None, [0], [2]]
+    assert data.passes == order.passes == (0, 1)

@@ -81,21 +81,21 @@ def test_what_is_due_in_a_run_with_ten_steps_in_an_epoch(
 
 
 def test_a_trainers_loss_in_the_log_is_the_mean_of_its_own_steps(following: Any) -> None:
-    """The ``Trainer`` divides their sum by the run's steps, which were five, and four."""
+    """The ``Trainer`` divides their sum by the run's steps, which were five, none, and four."""
     did: list[str] = []
     worker: Any = SimpleNamespace(finished=False)
     flow = flow_of(following, worker, did, logging_strategy="steps")
     trainer = flow._trainer
     trainer._globalstep_last_logged, trainer._tr_loss = 0, torch.tensor(6.0)
-    for own, (worker.run_progress, logged) in enumerate([(2.0, False), (5.0, True), (6.0, False), (9.0, True)]):
+    for worker.run_progress, loss in ((2.0, None), (5.0, 6.0 * 5 / 2), (5.0, 6.0), (6.0, None), (9.0, 6.0 * 4 / 3)):
         trainer.state.global_step += 1
         flow.on_step_end(trainer.args, trainer.state, trainer.control)
-        trainer.control.should_log = logged
+        trainer.control.should_log = loss is not None
         trainer._maybe_log_save_evaluate()
         assert did == ["prepares", "logs", "restores"]
         did.clear()
-        if logged:
-            assert trainer._tr_loss == (6.0 * 5 / 2 if own == 1 else 6.0 * 4 / 2)
+        if loss is not None:
+            assert trainer._tr_loss == loss
             trainer._globalstep_last_logged, trainer._tr_loss = trainer.state.global_step, torch.tensor(6.0)
     trainer.control.should_training_stop = True
     trainer._maybe_log_save_evaluate()

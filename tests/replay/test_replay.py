@@ -7,11 +7,14 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fairseq.data.iterators import CountingIterator
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,7 +23,7 @@ from torch.optim import SGD
 from fairseq_async import cli
 from fairseq_async.algorithms import Update
 from fairseq_async.errors import AsyncError, ConfigurationError
-from fairseq_async.fairseq_plugin.replayed import FairseqRun
+from fairseq_async.fairseq_plugin.replayed import FairseqRun, ReplayedWorker
 from fairseq_async.options import compression
 from fairseq_async.protocol import Layout, Push, Segment
 from fairseq_async.records.event_log import EventLog
@@ -82,6 +85,29 @@ def test_a_hybrid_run_is_repeated_bit_for_bit(hybrid: Path) -> None:
     last = recorded[-1]["version_after"]
     assert last >= 24, "as many whole steps were asked for, of which some may have come in parts"
     assert repeated.server.version == repeated.compared == last
+
+
+def test_a_step_of_a_replay_has_the_batches_of_its_epoch() -> None:
+    """--update-freq 1,2,4, in epochs of eight batches."""
+
+    class Epochs:
+        epoch = 0
+        next_epoch_idx = property(lambda epochs: epochs.epoch + 1)
+
+        def next_epoch_itr(self, **_: object) -> CountingIterator:
+            self.epoch += 1
+            return CountingIterator(list(range(8)))
+
+    epochs, ignored = Epochs(), lambda *_: None
+    data, ranks = SimpleNamespace(curriculum=0), SimpleNamespace(fix_batches_to_gpus=False)
+    steps = SimpleNamespace(update_freq=[1, 2, 4], skip_remainder_batch=False)
+    worker: Any = SimpleNamespace(
+        cfg=SimpleNamespace(dataset=data, distributed_training=ranks, optimization=steps),
+        trainer=SimpleNamespace(get_train_iterator=lambda *_, **__: epochs, begin_epoch=ignored, lr_step=ignored),
+        task=SimpleNamespace(has_sharded_data=ignored),
+    )
+    drawn = [len(batches) for batches in islice(ReplayedWorker._draw(worker), 16)]
+    assert drawn == [1] * 8 + [2] * 4 + [4] * 4
 
 
 LAYOUT = Layout((Segment("w", (3,), "float32"),))

@@ -123,3 +123,22 @@ def test_a_worker_that_died_unnoticed_is_not_here_already(tmp_path: Path) -> Non
     killed.channel.closed = True
     assert Connection(service).introduce(1, instance="another").worker == 1
     assert not service.has(killed.peer)
+
+
+def test_a_worker_whose_next_work_is_not_found_may_send_its_next_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another machine: while an update was held, its slot took no other."""
+    service = new_service(2, tmp_path, halving.build, lambda: 1000.0)
+    both = [enter(service, worker) for worker in (0, 1)]
+    for each in both:
+        each.peer.remote = True
+        service.described.slots.open(each.peer)
+        each.channel.receive(torch.ones(3).numpy().tobytes())
+    monkeypatch.setattr(service.described.coordinator.plan, "assign", lambda worker: 1 / 0)
+    both[0].send(Push(0, 0, 1.0, Report()))
+    assert both[0].channel.room is None and not both[0].channel.said[-1].startswith(b'{"kind": "error"')
+    both[1].send(Push(0, 0, 1.0, Report()))
+    for each in both:
+        assert "division by zero" in each.last["error"] and each.peer.push is None
+        assert each.channel.room is not None

@@ -43,18 +43,22 @@ def test_who_is_due_within_half_a_step_is_waited_for_and_who_is_due_later_is_not
     ids=["the median deviation is 0.1", "half a step more at most", "one odd step is no spread"],
 )
 @pytest.mark.parametrize("beyond", [-0.01, 0.01])
-def test_whose_steps_are_uneven_waits_as_much_longer(uneven: tuple[float, ...], grace: float, beyond: float) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_whose_steps_are_uneven_waits_as_much_longer(
+    uneven: tuple[float, ...], grace: float, beyond: float, micro_batches: int
+) -> None:
+    """However many micro-batches its steps have."""
     waiting, now = NearArrivals(0.5), 0.0
     for took in uneven:
-        waiting.begin_work(0, now)
+        waiting.begin_work(0, now, micro_batches)
         waiting.continues(0, (), now + took)
         now += took
         waiting.close()
-    waiting.begin_work(1, 90.0)
+    waiting.begin_work(1, 90.0, micro_batches)
     waiting.continues(1, (), 91.0)
     waiting.close()
-    waiting.begin_work(0, 100.0)
-    waiting.begin_work(1, 100.0 + beyond + grace)
+    waiting.begin_work(0, 100.0, micro_batches)
+    waiting.begin_work(1, 100.0 + beyond + grace, micro_batches)
     waiting.continues(0, (), 101.0)
     assert waiting.continues(None, [1], 101.0) is (beyond < 0)
 

@@ -22,7 +22,7 @@ def test_ranks_copy_what_is_published_or_all_the_same_from_the_slot_where_the_se
     client: Any = SimpleNamespace(memory=SimpleNamespace(shared=memory, remote=False), worker=0)
     other = IslandClient(None, WorkerContext(rank=1, island_size=2))
     other._size = 2
-    versions: Iterator[int] = iter([1, 2, 2])  # as rank 0 has broadcast them
+    versions: Iterator[int] = iter([1, 2, 2, 2])  # as rank 0 has broadcast them
 
     def broadcast(*_: object) -> int:
         other._attach_slot(_share_slot(client, 2))
@@ -37,6 +37,10 @@ def test_ranks_copy_what_is_published_or_all_the_same_from_the_slot_where_the_se
         memory.publish(torch.full((2,), published), int(published))
         assert other.pull(lambda flat: taken.append(flat.clone())) == version
     assert [cast(list[float], each.tolist()) for each in (taken[0], taken[-1])] == [[1.0, 1.0], [2.0, 2.0]]
+    memory.publish(torch.full((2,), 2.0), 2)
+    memory.slot(0).fill_(2.5)  # where rank 0 has parameters ahead
+    assert other.pull(lambda flat: taken.append(flat.clone()), look_ahead=0.5, starts=True) == 2
+    assert taken[-1].tolist() == [2.5, 2.5]
     memory.close()
 
 

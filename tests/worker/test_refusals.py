@@ -28,6 +28,16 @@ def test_a_worker_gives_up_after_so_many_refused_updates_in_a_row() -> None:
         refusals.count(3)
 
 
+def test_a_server_that_goes_back_has_refused_fewer(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals(worker=1, limit=2)
+    refusals.total = 5
+    refusals.count(3)
+    assert refusals.in_a_row == 0 and not caplog.text
+    refusals.count(4)
+    with pytest.raises(RefusedError, match="the last 2 updates of worker 1"):
+        refusals.count(5)
+
+
 def test_outliers_are_not_called_nan(caplog: pytest.LogCaptureFixture) -> None:
     """They are refused, too, and count, but a user who looks for NaN would find none."""
     refusals = Refusals(worker=0, limit=2)
