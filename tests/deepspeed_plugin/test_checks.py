@@ -6,6 +6,8 @@ import math
 import re
 import sys
 from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -14,6 +16,7 @@ import pytest
 from fairseq_async import deepspeed_plugin
 from fairseq_async.deepspeed_plugin import checks, dry_run
 from fairseq_async.deepspeed_plugin import config as configuration
+from fairseq_async.deepspeed_plugin.engines import checkpoints
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.options.config import HybridOptions
 from fairseq_async.worker.start.context import WorkerContext
@@ -288,3 +291,39 @@ def test_each_rank_of_each_island_draws_a_part_of_its_own(monkeypatch: pytest.Mo
             monkeypatch.setattr(huggingface, "entered_world", lambda context=context: context)
             parts.append(huggingface._place(None))
     assert parts == [(6, part) for part in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "with_optimizer", "parts", "remedy"),
+    [
+        (1, True, 2, "or give load_optimizer_states=False"),
+        (1, False, 2, ""),
+        (1, True, 3, ""),
+        (3, False, 2, "or give a universal checkpoint"),
+        (3, True, 3, ""),
+        (3, False, 0, ""),  # DeepSpeed says that it has none
+        (0, True, 2, ""),
+    ],
+)
+def test_a_checkpoint_of_zero_is_for_as_many_ranks_as_have_saved_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stage: int,
+    with_optimizer: bool,
+    parts: int,
+    remedy: str,
+) -> None:
+    (tmp_path / "latest").write_text("step\n")
+    (tmp_path / "step").mkdir()
+    for rank in range(parts):
+        (tmp_path / f"step/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    monkeypatch.setattr(checkpoints.dist, "get_world_size", lambda: 3)
+    answers = {"load_universal_checkpoint": False, "zero_elastic_checkpoint": False, "zero_optimization_stage": stage}
+    engine: Any = SimpleNamespace(**{name: lambda answer=answer: answer for name, answer in answers.items()})
+    if not remedy:
+        return checkpoints.check_files(engine, str(tmp_path), None, with_optimizer)
+    with pytest.raises(SystemExit):
+        checkpoints.check_files(engine, str(tmp_path), None, with_optimizer)
+    said = capsys.readouterr().err
+    assert "step has ZeRO's parts of 2 ranks, and this worker has 3: give it as many" in said and remedy in said

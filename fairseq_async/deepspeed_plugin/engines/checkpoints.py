@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import fail
 
@@ -24,13 +27,44 @@ def server_state_beside(loaded_from: str, load_dir: str, begins: State | None) -
     return state if is_elsewhere or state.exists() else None
 
 
+def check_files(engine: DeepSpeedEngine, directory: str, tag: str | None, with_optimizer: bool) -> None:
+    """Ends the process with one line if a checkpoint is not there, or is ZeRO's of another number of ranks: DeepSpeed
+    ends both with a traceback.
+
+    Args:
+        engine: which is to load the checkpoint.
+        with_optimizer: whether the optimizer's state is to be loaded, too; a model in ZeRO 3 is divided likewise.
+    """
+    if engine.load_universal_checkpoint():  # which has a file of its own in place of ``latest``, and fits all ranks
+        return
+    check_tag(directory, tag)
+    stage, ranks = int(engine.zero_optimization_stage()), dist.get_world_size()
+    if stage == 0 or stage < 3 and (not with_optimizer or engine.zero_elastic_checkpoint()):
+        return
+    path = Path(directory) / str(_named(directory, tag))
+    parts = len(list(path.glob("*zero_pp_rank_*_optim_states.pt")))
+    if parts not in (0, ranks):
+        remedy = (
+            "load_optimizer_states=False" if stage < 3 else "a universal checkpoint, by DeepSpeed's ds_to_universal"
+        )
+        fail(
+            f"load_checkpoint: {path} has ZeRO's parts of {parts} ranks, and this worker has {ranks}: give it as many, "
+            f"go on with the run by fairseq-async launch --resume, or give {remedy}"
+        )
+
+
 def check_tag(directory: str, tag: str | None) -> None:
     """Ends the process with one line if ``directory`` has no checkpoint of the tag, or of that in its file ``latest``:
     DeepSpeed would fail an assertion without a word. Without this file it says so by itself, and loads nothing."""
-    latest = Path(directory) / "latest"
-    named = latest.read_text().strip() if tag is None and latest.is_file() else tag
-    if named is None or (Path(directory) / str(named)).is_dir():
+    named = _named(directory, tag)
+    if named is None or (Path(directory) / named).is_dir():
         return
     there = ", ".join(sorted(path.name for path in Path(directory).glob("*") if path.is_dir())) or "none"
-    which = f"{named}, which its file {latest.name} names" if tag is None else tag
+    which = f"{named}, which its file latest names" if tag is None else tag
     fail(f"load_checkpoint: {directory} has no checkpoint {which}; its directories are: {there}; give one as tag=")
+
+
+def _named(directory: str, tag: str | None) -> str | None:
+    latest = Path(directory) / "latest"
+    named = latest.read_text().strip() if tag is None and latest.is_file() else tag
+    return None if named is None else str(named)

@@ -21,7 +21,7 @@ from fairseq_async.deepspeed_plugin.engines import tensors
 from fairseq_async.deepspeed_plugin.engines.checkpoints import (
     COMPRESSOR_STATE,
     SERVER_STATE,
-    check_tag,
+    check_files,
     checkpoint_directory,
     server_state_beside,
 )
@@ -227,8 +227,7 @@ class AsyncEngine(DeepSpeedEngine):
         if self.async_worker.joined and not self.finished:
             fail("load_checkpoint must come before the first batch of an asynchronous run, or after engine.end()")
         own, began = self._own_checkpoint(load_dir, tag), self._followed.state_dict()
-        if not self.load_universal_checkpoint():  # which has a file of its own in place of ``latest``
-            check_tag(own, tag)
+        check_files(self, own, tag, load_optimizer_states and not load_module_only)
         loaded: tuple[str | None, ClientState] = super().load_checkpoint(
             own,
             tag,
