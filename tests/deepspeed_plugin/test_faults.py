@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fairseq_async.environment import SLOWDOWN
 from fairseq_async.reporting.audit import audit
 from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, ROOT, Processes, command, free_port
 from tests.helpers.launched import count, find
@@ -20,9 +21,9 @@ SECTION = {"local_steps": 5, "total_steps": 800, "outer": "nesterov", "grace_per
 
 @pytest.fixture
 def start(processes: Processes, tmp_path: Path) -> Any:
-    """``start(**section)``: a job of two ranks; its run is in ``tmp_path / "run"``."""
+    """``start(slowdown, **section)``: a job of two ranks; its run is in ``tmp_path / "run"``."""
 
-    def run(**section: Any) -> Any:
+    def run(slowdown: str = "1,1", **section: Any) -> Any:
         launcher = [command("deepspeed"), "--num_accelerators", 2, "--master_port", free_port()]
         loading = {"data_sampling": {"num_workers": 1, "pin_memory": True}}  # processes that have the rank's connection
         changes = {"gradient_clipping": 0.0, "data_efficiency": loading, "async_training": SECTION | section}
@@ -37,7 +38,7 @@ def start(processes: Processes, tmp_path: Path) -> Any:
             "--change",
             json.dumps(changes),
         ]
-        return processes.start([*launcher, *job], **DEEPSPEED)
+        return processes.start([*launcher, *job], **DEEPSPEED, **{SLOWDOWN: slowdown})
 
     return run
 
@@ -64,7 +65,8 @@ def test_a_rank_that_hangs_ends_no_others_run(start: Any, tmp_path: Path) -> Non
 def test_a_rank_that_is_paused_for_three_times_the_timeout_goes_on_and_so_does_a_server_that_is_killed(
     start: Any, tmp_path: Path
 ) -> None:
-    job = start(worker_timeout=1, total_steps=2000, snapshot_seconds=0.2)
+    # worker 0 is slow: it goes on alone while worker 1 is paused, and both are needed after that
+    job = start("10,1", worker_timeout=1, total_steps=1000, snapshot_seconds=0.2)
     run_dir = tmp_path / "run"
     wait_until(lambda: min(count(run_dir, 0), count(run_dir, 1)) > 2, 300)
     pid = rank(tmp_path, 1)
