@@ -185,6 +185,14 @@ class SharedMemory:
             else:
                 time.sleep(0.0002)
 
+    def read_once(self, copy: Callable[[Tensor], object]) -> int:
+        """Calls ``copy(published)`` once; returns the version that was copied, -1 if the server published meanwhile."""
+        before, version = int(self._header[0]), int(self._header[1])
+        self._memory_barrier()
+        copy(self.published)
+        self._memory_barrier()
+        return version if before % 2 == 0 and int(self._header[0]) == before else -1
+
     def settle(self) -> None:
         """Does nothing: a copy is there when the call that makes it returns."""
 

@@ -44,6 +44,30 @@ def test_ranks_copy_what_is_published_or_all_the_same_from_the_slot_where_the_se
     memory.close()
 
 
+def test_each_rank_copies_once_what_is_published_also_where_the_server_publishes_meanwhile() -> None:
+    """A copy of a model in ZeRO 3 makes collective calls, of which all ranks make as many."""
+    memory = SharedMemory.create(2, 1)
+    memory.allocate_slot(0)
+    rank, calls = IslandClient(None, WorkerContext(rank=1, island_size=2)), list[list[float]]()
+    rank._slot = memory.slot(0)
+
+    def copy(flat: Tensor, publishes: bool) -> None:
+        calls.append(flat.tolist())
+        if publishes:
+            memory.publish(torch.full((2,), 2.0), 2)
+
+    assert rank._copy_published(partial(copy, publishes=False)) == -1, "there is nothing yet"
+    rank._memory = memory
+    memory.publish(torch.ones(2), 1)
+    assert rank._copy_published(partial(copy, publishes=False)) == 1
+    assert rank._copy_published(partial(copy, publishes=True)) == -1
+    with memory.publication(3):
+        assert rank._copy_published(partial(copy, publishes=False)) == -1, "it is not complete"
+    assert rank._copy_published(partial(copy, publishes=False)) == 3
+    assert len(calls) == 5
+    memory.close()
+
+
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_slot_that_goes_over_the_network_is_the_only_one_of_memory_of_this_machine(remote: bool) -> None:
     shared = None if remote else SharedMemory.create(2, 3, publishes=False)

@@ -170,11 +170,15 @@ class IslandClient:
         self._memory.close()  # what is mapped stays
 
     def _copy_published(self, copy: Callable[[Tensor], object]) -> int:
-        """Copies what the server has published; returns its version, -1 where the server is gone."""
-        try:
-            return -1 if self._memory is None else self._memory.read(copy)
-        except ExchangeError:
+        """Copies what the server has published; returns its version, -1 where that was no whole one.
+
+        Hazard: every rank calls ``copy`` once, whatever it finds, because that of ZeRO 3 makes collective calls: a rank
+        that copied again by itself would wait for the others for ever.
+        """
+        if self._memory is None:  # of rank 0, whose server has just come back once more
+            copy(self.slot)
             return -1
+        return self._memory.read_once(copy)
 
     def _barrier(self) -> None:
         distributed.barrier()
