@@ -151,7 +151,7 @@ def test_an_evaluation_and_a_checkpoint_of_a_worker_that_is_ahead_are_of_the_ser
     done: list[str] = []
     engine = HybridEngine.__new__(HybridEngine)
     nn.Module.__init__(engine)
-    engine._loop_watch, engine.loss_scale = LoopWatch(lambda: [], []), LossScale()
+    engine._loop_watch, engine.loss_scaler = LoopWatch(lambda: [], []), LossScale()
     engine.async_worker = cast(
         Any, SimpleNamespace(look_ahead=look_ahead, joined=True, finished=False, catch_up=lambda: done.append("pulls"))
     )
