@@ -240,6 +240,9 @@ class SavingEngine(LocalEngine):
     def load_universal_checkpoint(self) -> bool:
         return False
 
+    def zero_optimization_stage(self) -> int:
+        return 0
+
     def _join(self, server_state: Path | None) -> None:
         self.did.append("joins" if server_state is None else "joins with the server's state")
 

@@ -38,10 +38,10 @@ def check_files(engine: DeepSpeedEngine, directory: str, tag: str | None, with_o
     if engine.load_universal_checkpoint():  # which has a file of its own in place of ``latest``, and fits all ranks
         return
     check_tag(directory, tag)
-    stage, ranks = int(engine.zero_optimization_stage()), dist.get_world_size()
+    stage = int(engine.zero_optimization_stage())
     if stage == 0 or stage < 3 and (not with_optimizer or engine.zero_elastic_checkpoint()):
         return
-    path = Path(directory) / str(_named(directory, tag))
+    path, ranks = Path(directory) / str(_named(directory, tag)), dist.get_world_size()
     parts = len(list(path.glob("*zero_pp_rank_*_optim_states.pt")))
     if parts not in (0, ranks):
         remedy = (
