@@ -76,8 +76,8 @@ class KeptState:
             tell_log(f"{FINISHED} {version:,}")
             if version == 0:
                 self._snapshots.tell(
-                    "warning: the run has ended without an update, and the model is as it began: no worker has called "
-                    "step() of the run's optimizer after a backward()"
+                    "warning: the run has ended without an update, and the model is as it began: no worker has sent "
+                    "one that counts; does the script call step() of the run's optimizer after backward()?"
                 )
 
     def keep_final(self, run: Run) -> None:
