@@ -65,6 +65,9 @@ def other_host(cable: Cable) -> Iterator[Host]:
             _ip("-n", name, "link", "set", "lo", "up")
             if cable.good:
                 _plug_in(name, near, far)
+                # Hazard: with the namespace alone the kernel removes it some time later, and the next one of this
+                # process has the same name
+                stack.callback(_ip, "link", "delete", f"near{os.getpid()}")
             else:
                 stack.enter_context(bad_cable(name, near, far, cable))
         except (OSError, subprocess.CalledProcessError) as error:
@@ -76,7 +79,7 @@ def other_host(cable: Cable) -> Iterator[Host]:
 
 
 def _plug_in(name: str, near: str, far: str) -> None:
-    """Connects the namespace by a virtual cable of the kernel, which is removed with the namespace."""
+    """Connects the namespace by a virtual cable of the kernel."""
     here, there = f"near{os.getpid()}", f"far{os.getpid()}"
     _ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
     _ip("addr", "add", f"{near}/24", "dev", here)

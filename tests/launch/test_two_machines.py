@@ -1,10 +1,13 @@
 """Workers on two machines."""
 
 import json
+import subprocess
 from pathlib import Path
 
+import pytest
+
 from fairseq_async.exchange.authentication import new_token, write_token
-from scripts.faults.hosts import Host
+from scripts.faults.hosts import Cable, Host, other_host
 from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, MODEL, PACKAGE, ROOT, Processes, command, free_port
 from tests.helpers.run_files import events
 
@@ -48,3 +51,16 @@ def test_deepspeeds_hostfile_over_two_machines(host: Host, processes: Processes,
     updates = events(tmp_path / "run")
     assert {event["worker"] for event in updates} == {0, 1}
     assert sum(event["local_steps"] for event in updates) == 40
+
+
+def test_a_machine_is_made_at_once_after_one_in_which_a_program_still_runs() -> None:
+    with other_host(Cable()) as first:
+        if not first.prefix:
+            pytest.skip("no network namespace can be made here")
+        left = subprocess.Popen([*first.prefix, "sleep", "60"])
+    try:
+        with other_host(Cable()) as second:
+            assert second.prefix
+    finally:
+        left.kill()
+        left.wait()
