@@ -62,6 +62,7 @@ def averages_over_tokens(trainer: Trainer) -> bool:
         return _reads_tokens(own)
     if trainer.compute_loss_func is None and trainer.label_smoother is None:
         model: Any = trainer.accelerator.unwrap_model(trainer.model)
+        model = getattr(model, "_orig_mod", model)  # of torch.compile
         if hasattr(model, "get_base_model"):  # of PEFT
             model = model.get_base_model()
         return _reads_tokens(inspect.unwrap(type(model).forward))
@@ -80,6 +81,8 @@ def _reads_tokens(function: Callable[..., Any]) -> bool:
     parameters = inspect.signature(function).parameters
     rest = (name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD)
     name = _TOKENS if _TOKENS in parameters else next(rest, None)
+    if name is None:
+        return False
     code = getattr(function, "__code__", None)
     if code is None:
         return True  # nobody can tell

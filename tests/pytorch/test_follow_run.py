@@ -154,6 +154,10 @@ def test_what_never_reads_the_number_of_tokens_gives_no_mean_over_them(following
         def forward(self, inputs: Any, **kwargs: Any) -> Any:
             return inputs
 
+    class Positional(torch.nn.Module):
+        def forward(self, inputs: Any) -> Any:
+            return inputs
+
     class Adapted(torch.nn.Module):
         """As PEFT has it."""
 
@@ -174,6 +178,8 @@ def test_what_never_reads_the_number_of_tokens_gives_no_mean_over_them(following
     assert averages(usual, Model()) and averages(usual, Adapted(Model())) and averages(Read, Plain())
     assert averages(PassedOn, Plain()), "nobody can tell from outside"
     assert averages(usual, Plain(), smoother=object()) and averages(usual, Plain(), function=mean_of_tokens)
+    assert averages(usual, torch.compile(Model())) and not averages(usual, torch.compile(Plain()))
     assert not averages(usual, Plain()) and not averages(usual, Adapted(Plain()))
+    assert not averages(usual, Positional())
     assert not averages(Unread, Model()) and not averages(Dropped, Model())
     assert not averages(usual, Model(), function=mean_of_batch)
