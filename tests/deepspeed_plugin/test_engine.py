@@ -111,6 +111,9 @@ def test_parameters_that_are_trained_are_those_that_were_when_the_run_began(
         (False, 11, 1, True),
         (False, 5, 2, False),
         (False, 8, 3, False),
+        (False, 10, 1, False),
+        (False, 10, 2, True),
+        (False, 11, 0, False),
         (False, 4, 0, False),
         (True, 15, 1, True),  # of both workers together, a step has eight
         (True, 11, 1, False),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from fairseq_async.algorithms import NesterovMomentum, Update
+from fairseq_async.algorithms import NesterovMomentum, StalenessPolicy, Update
 from fairseq_async.algorithms.threads import set_threads, thread_count
 from fairseq_async.errors import ConfigurationError, HalfAppliedError, RefusedError
 from fairseq_async.method.methods import OuterRule, outer_rule
@@ -48,15 +48,19 @@ def local_sgd(shards: int, outer: str, **changes: Any) -> MethodSpec:
     return local_sgd_spec(options, 2, [], ServerOptions(server_shards=str(shards)), {})
 
 
-def served(build: Build, spec: MethodSpec, directory: Path) -> Served:
-    return Served(build, spec, directory, lambda rule, own: ParameterServer(own, rule))
+def served(build: Build, spec: MethodSpec, directory: Path, staleness: StalenessPolicy | None = None) -> Served:
+    return Served(build, spec, directory, lambda rule, own: ParameterServer(own, rule, staleness=staleness))
 
 
-def results(build: Build, spec: Callable[[int], MethodSpec], directory: Path) -> list[tuple[Tensor, list[Any]]]:
+def results(
+    build: Build, spec: Callable[[int], MethodSpec], directory: Path, staleness: StalenessPolicy | None = None
+) -> list[tuple[Tensor, list[Any]]]:
     """The parameters with what work starts from, and the receipts, in 1, 2 and 3 shards."""
     found = []
     for shards in (1, 2, 3):
-        with served(build, spec(shards), directory) as made:
+        with served(build, spec(shards), directory, staleness) as made:
+            for worker in (0, 1):
+                made.server.note_pull(worker, made.parameters)
             set_threads(6)  # of the first process; the shards divide them among themselves for each update
             receipts = made.push(0, 7)
             assert thread_count() == 6
@@ -106,6 +110,14 @@ def test_an_outer_rule_steps_equally_in_any_number_of_shards(outer: str, tmp_pat
         for ours, theirs in zip(said, receipts, strict=True):
             assert ours.cosine == pytest.approx(theirs.cosine, rel=1e-4, abs=1e-6, nan_ok=True)
             assert repr(replace(ours, cosine=0.0)) == repr(replace(theirs, cosine=0.0))
+
+
+@pytest.mark.parametrize("staleness", [StalenessPolicy(power=-0.5), StalenessPolicy(compensation=0.3)], ids=repr)
+def test_what_a_stale_update_is_worth_is_the_same_in_all_shards(staleness: StalenessPolicy, tmp_path: Path) -> None:
+    (plain, _), *_ = results(local_sgd_main.build, lambda shards: local_sgd(shards, "mla"), tmp_path)
+    (alone, _), *others = results(local_sgd_main.build, lambda shards: local_sgd(shards, "mla"), tmp_path, staleness)
+    assert not torch.equal(plain, alone)
+    assert all(torch.equal(parameters, alone) for parameters, _ in others)
 
 
 def test_a_gradient_is_clipped_by_the_norm_of_all_shards(tmp_path: Path) -> None:

@@ -147,6 +147,23 @@ def test_local_sgd_goes_on_with_its_speeds_steps_and_shards(tmp_path: Path, how:
     assert digest(assigned[0]) == digest(assigned[1]) and digest(states[0]) == digest(states[1])
 
 
+def test_delay_compensation_goes_on_comparing_with_what_the_workers_started_from(tmp_path: Path, how: str) -> None:
+    """The second has started from 0, and the server is at 1.5 when it is replaced: δ + δ²·(1.5 − 0)/2, with δ = 1."""
+    options = OuterSGDOptions(outer_lr=2.0, delay_compensation=0.5, local_steps=3)
+    restarts = Restarts(tmp_path, local_sgd_spec(options, 2, [], None, {}))
+    try:
+        workers, _ = both(restarts.begin(), restarts.spec)
+        for worker in workers:
+            worker.ask(Pull(starts=True), PullReply)
+        workers[0].push(-1.5)
+        (_, second), _ = restarted(restarts, workers, how)
+        second.push(1.0)
+        assert restarts.service is not None and restarts.service.run is not None
+        assert restarts.service.run.coordinator.server.parameters.tolist() == [1.5 - (1 + 0.5 * 1.5)] * 3
+    finally:
+        restarts.close()
+
+
 @pytest.mark.parametrize(("version", "source"), [(4, "snapshot"), (5, "a checkpoint"), (6, "a checkpoint")])
 def test_a_snapshot_counts_where_it_is_newer_than_the_checkpoint_and_not_where_it_is_as_old(
     tmp_path: Path, version: int, source: str

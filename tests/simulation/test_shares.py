@@ -314,3 +314,22 @@ def test_a_simulated_worker_that_becomes_slower_has_new_shares_within_five_steps
     total = [sum(number for _, number in given[: at + 1]) for at in range(len(given))]
     assert {each for each, at in zip(given, total, strict=True) if at <= 40} == {(0, 4), (1, 4)}
     assert {each for each, at in zip(given, total, strict=True) if at > 80} == {(0, 7), (1, 1)}
+
+
+@pytest.mark.parametrize("method", [SHARES, AUTO], ids=["barrier", "near arrivals"])
+def test_a_simulation_that_is_stopped_goes_on_to_the_bit(tmp_path: Path, method: dict[str, Any]) -> None:
+    given = experiment(tmp_path, methods={"it": method}, **cluster(NOISY, NOISY | {"mean": 3.0}))
+    whole = trial(given)
+    whole_log: list[Any] = []
+    whole.write = lambda *event: whole_log.append(repr(event))
+    for _ in range(25):
+        whole.advance()
+    state = whole.state_dict()
+    torch.save(state, tmp_path / "state.pt")
+    del whole_log[:]
+    expected = finish(whole).clone()
+    again = trial(given)
+    again_log: list[Any] = []
+    again.write = lambda *event: again_log.append(repr(event))
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(finish(again), expected) and again_log == whole_log

@@ -52,11 +52,14 @@ def hybrid(given: dict[str, Any]) -> dict[str, Any]:
     return {"method": "hybrid_async"} | given
 
 
+DN = {"method": "local_sgd", "outer": "delayed_nesterov", "local_steps": 2}
 METHODS: dict[str, dict[str, Any]] = {
     "hybrid": {"method": "hybrid_async"},
+    "synchronous": {"method": "hybrid_async", "barrier": True},
     "DiLoCo": {"method": "local_sgd", "outer": "diloco", "local_steps": 2},
     "IsoLoCo": {"method": "local_sgd", "outer": "isoloco", "local_steps": 2},
     "per rate": {"method": "local_sgd", "outer": "per_step", "divide_by": "rate", "minimum": 0.1, "local_steps": 2},
+    "grace": DN | {"grace_period": 1.5, "dynamic_local_steps": True, "staleness_power": -0.5},
     "HeLoCo": {"method": "local_sgd", "outer": "heloco", "local_steps": 2, "delay_compensation": 0.5},
     "quorum": {
         "method": "local_sgd",
@@ -65,6 +68,12 @@ METHODS: dict[str, dict[str, Any]] = {
         "quorum": 2,
         "grace_period": 0.7,
     },
+    "compensated": DN | {"delay_compensation": 0.5, "staleness_limit": 1},
+    "fragments": DN | {"local_steps": 4, "fragments": 2, "fragment_delay": 1, "dynamic_local_steps": True},
+    "compressed": DN | {"compress": "topk:chunk=3,keep=1", "staleness_limit": 1},
+    "rounded": {"method": "hybrid_async", "compress": "dqsgd,pull=int8:block=8"},
+    "rounded starts": DN | {"compress": "pull=int8", "delay_compensation": 0.5},
+    "changes": DN | {"compress": "e3m0:block=8,pull=e3m0:block=8"},
     "adasum": {"method": "adasum", "local_steps": 2},
     "gs-SGD": {"method": "gs_sgd", "columns": 8, "keep": 3},
     "adascale": {"method": "adascale", "optimizer": {"type": "sgd", "lr": 0.1}},

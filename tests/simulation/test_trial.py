@@ -1,5 +1,6 @@
 """The real server and rules in a simulated trial: equal to what is known, repeatable, resumable."""
 
+import io
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from fairseq_async.algorithms import adasum
 from fairseq_async.simulation.problems.gaussians import Gaussians
 from fairseq_async.simulation.rules import AdaScaleRule
 from fairseq_async.worker.shards import ShardOrder, shard_sizes
-from tests.helpers.simulations import DN, METHODS, experiment, finish, run, trial
+from tests.helpers.simulations import BASE, DN, METHODS, Log, experiment, finish, run, trial
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
@@ -62,6 +63,30 @@ def test_a_method_does_something_and_training_helps(tmp_path: Path) -> None:
         before = simulated.evaluate()
         finish(simulated)
         assert simulated.evaluate() < 0.8 * before
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+def test_a_simulation_that_was_saved_goes_on_to_the_same_bits(tmp_path: Path, method: dict[str, Any]) -> None:
+    changes: dict[str, Any] = {"cluster": BASE["cluster"] | {"absences": [{"worker": 1, "from": 5.2, "to": 9.0}]}}
+    given = experiment(tmp_path, methods={"it": method}, **changes)
+    log = Log()
+    straight = trial(given, log)
+    happened = 0
+    while straight.advance():
+        happened += 1
+    for stop in (1, happened // 3, happened // 2, happened - 1):
+        first, rest = trial(given), Log()
+        for _ in range(stop):
+            first.advance()
+        buffer = io.BytesIO()
+        torch.save(first.state_dict(), buffer)
+        buffer.seek(0)
+        second = trial(given, rest)
+        second.load_state_dict(torch.load(buffer, weights_only=True))
+        assert torch.equal(finish(second), straight.parameters)
+        assert second.clock.now == straight.clock.now
+        ends = [(time, receipt.worker, receipt.norm) for time, receipt, _ in rest.events]
+        assert ends == [(time, receipt.worker, receipt.norm) for time, receipt, _ in log.events][-len(ends) :]
 
 
 def test_workers_share_one_model_and_keep_one_copy_and_their_inner_state(tmp_path: Path) -> None:

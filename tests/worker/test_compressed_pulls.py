@@ -14,8 +14,10 @@ from fairseq_async.records.events import read_events
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.replica import TensorReplica
 from scripts.faults.thread_server import ThreadServer
-from tests.helpers.server_client import StartThreadServer, join_patiently, lose_next_answer
+from tests.helpers.run_files import snapshot_versions
+from tests.helpers.server_client import StartServer, StartThreadServer, join_patiently, kill, lose_next_answer
 from tests.helpers.thread_workers import LAYOUT, HybridJob, Worker, local_sgd
+from tests.helpers.waiting import wait_until
 
 HOSTS = ["127.0.0.1", "127.0.0.2"]  # shared memory; as between machines
 
@@ -140,6 +142,25 @@ def test_a_hybrid_worker_computes_from_what_it_was_given_and_ends_with_the_serve
     events = list(read_events(server.service.run_dir / "events.jsonl"))
     assert len({event.start_payload for event in events}) == 2
     assert events[2].bytes_received == len(Int8(6).encode(first))
+
+
+def test_a_server_that_died_gives_the_next_versions_as_it_would_have(start_server: StartServer, tmp_path: Path) -> None:
+    server = start_server(workers=1)
+    codec = {"pull": {"codec": "int8", "block": 6}}
+    client = join_patiently(server, 0, compress=codec, snapshot_seconds=1e-3)
+    job = HybridJob(client)
+    job.backward(torch.tensor([[-126.0, -0.4], [0.0, 0.0]]), torch.zeros(2))
+    seen = []
+    for number in range(4):
+        if number == 2:
+            wait_until(lambda: snapshot_versions(tmp_path)[-1:] == [2])
+            kill(server)
+        job.worker.scale_into_slot(1.0)
+        job.worker.step(1, None)
+        seen.append(job.parameters()[1])
+        job.backward(torch.zeros(2, 2), torch.zeros(2))
+    # 1.4 at levels of 1, with what was lost before: 1.4, 1.8, 1.2, 1.6
+    assert seen == [1.0, 2.0, 1.0, 2.0]
 
 
 def test_a_worker_is_told_of_another_codec_for_parameters(tmp_path: Path) -> None:

@@ -168,6 +168,20 @@ def test_a_real_run_is_the_simulated_one_to_the_bit(
 # Faults
 
 
+def test_an_update_whose_answer_is_lost_counts_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed, disturbed = start(1), start(1, "disturbed")
+    workers = [Descent(client(server, 0, 30.0), streaming(), 1) for server in (undisturbed, disturbed)]
+    for step in range(14):
+        if step in (3, 7):
+            lose_next_answer(workers[1].local, monkeypatch)
+        for worker in workers:
+            worker.step()
+    for worker in workers:
+        worker.local.settle()
+    assert torch.equal(parameters(undisturbed), parameters(disturbed))
+    assert audit(disturbed.service.run_dir).applied == 7
+
+
 def test_workers_die_come_back_and_join_in_the_middle_and_each_goes_on_with_its_next_fragment(start: Start) -> None:
     server, options = start(2), streaming(1, total_steps=40)
     first, second = (Descent(client(server, worker), options, 2) for worker in (0, 1))
