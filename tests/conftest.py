@@ -1,5 +1,6 @@
 """Settings of pytest, hypothesis and torch, and the fixtures that several directories of tests use."""
 
+import gc
 import logging
 import os
 import random
@@ -36,6 +37,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a b
 if not torch.cuda.is_available():  # no process can use a GPU that one has asked for before it was forked
     install()
 torch.serialization.add_safe_globals([Namespace])  # plain fairseq's own checkpoints hold one
+
+
+def pytest_collection() -> None:
+    """What is imported and collected stays to the end: to look through it for garbage, again and again, takes seconds
+    of each process."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
