@@ -21,8 +21,10 @@ FOREVER = ["--max-update", "1000000", "--disable-validation"]
 def test_all_ranks_of_a_worker_come_back_when_one_is_killed_and_so_does_a_killed_server(
     processes: Processes, data: Path, tmp_path: Path, method: list[object]
 ) -> None:
-    flags = [*method, "--max-update", 150, "--disable-validation", "--snapshot-seconds", 1]
-    launcher = processes.start(launch_command(data, 2, tmp_path, *flags, launcher=["--ranks-per-worker", "2,1"]))
+    """The other worker is slow, so that the run is not over when this one is back."""
+    flags = [*method, "--max-update", 50, "--disable-validation", "--snapshot-seconds", 1]
+    given = ["--ranks-per-worker", "2,1", "--slowdown", "1,20"]
+    launcher = processes.start(launch_command(data, 2, tmp_path, *flags, launcher=given))
     wait_until(lambda: count(tmp_path, 0) > 3, 90)
     first = rank_of(tmp_path, "fairseq-train ", 0, 0)
     os.kill(rank_of(tmp_path, "fairseq-train ", 0, 1), signal.SIGKILL)

@@ -32,6 +32,7 @@ from tests.helpers.waiting import wait_until
 
 Launch = Callable[..., tuple[int, str]]
 FOREVER = ["--max-update", "1000000", "--disable-validation"]
+SLOWLY = ["--slowdown", "5,5"]
 
 
 def nothing_is_left(run_dir: Path, shared_memory: set[str]) -> None:
@@ -66,9 +67,10 @@ def shared_memory() -> set[str]:
 def test_a_killed_worker_is_started_again_and_the_run_goes_on(
     processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str]
 ) -> None:
-    """As fairseq does by default, each has a process that loads its data, which a kill of the worker alone leaves."""
-    line = launch_command(data, 2, tmp_path, "--max-update", 250, "--disable-validation", "--num-workers", 1)
-    launcher = processes.start(line)
+    """As fairseq does by default, each has a process that loads its data, which a kill of the worker alone leaves. Both
+    are slow, so that the run is not over when it is back."""
+    flags = ["--max-update", 80, "--disable-validation", "--num-workers", 1]
+    launcher = processes.start(launch_command(data, 2, tmp_path, *flags, launcher=SLOWLY))
     wait_until(lambda: count(tmp_path, 1) > 5, 90)
     os.kill(worker_of(tmp_path, 1), signal.SIGKILL)
     before = count(tmp_path, 0)
@@ -79,7 +81,7 @@ def test_a_killed_worker_is_started_again_and_the_run_goes_on(
     updates = events(tmp_path)
     sequences = [event["sequence"] for event in updates if event["worker"] == 1]
     assert sequences == list(range(len(sequences))), "it goes on where its predecessor was"
-    assert load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 250
+    assert load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 80
     nothing_is_left(tmp_path, shared_memory)
 
 
@@ -261,14 +263,14 @@ def test_a_killed_launcher_leaves_nothing_behind(
 def test_a_killed_server_is_started_again_from_its_snapshot_and_the_run_goes_on(
     processes: Processes, data: Path, tmp_path: Path, shared_memory: set[str]
 ) -> None:
-    limits = ["--max-update", 160, "--disable-validation", "--snapshot-seconds", 0.2]
-    launcher = processes.start(launch_command(data, 2, tmp_path, *limits))
+    limits = ["--max-update", 50, "--disable-validation", "--snapshot-seconds", 0.2]
+    launcher = processes.start(launch_command(data, 2, tmp_path, *limits, launcher=SLOWLY))
     wait_until(lambda: any(snapshot_versions(tmp_path)), 90)
     os.kill(server_of(tmp_path), signal.SIGKILL)
     output, _ = launcher.communicate(timeout=180)
     assert launcher.returncode == 0, output
     assert "the server was killed by SIGKILL, and was started again from version-" in output
-    assert load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 160
+    assert load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 50
     assert "worker 0 was" not in output and "worker 1 was" not in output, "they waited"
     assert not list(tmp_path.glob("snapshots/*")), "a finished run needs none"
     nothing_is_left(tmp_path, shared_memory)
@@ -389,7 +391,7 @@ def test_what_only_asynchronous_workers_have_is_refused_with_a_synchronous_metho
 
 def test_a_slowed_down_worker_sends_fewer_gradients_and_older_ones(launch: Launch, tmp_path: Path) -> None:
     # both sleep: worker 0 alone would be through before worker 1 has started on a busy machine
-    code, output = launch(2, tmp_path, "--max-update", 120, launcher=["--slowdown", "5,50"])
+    code, output = launch(2, tmp_path, "--max-update", 60, launcher=["--slowdown", "5,50"])
     assert code == 0, output
     updates = events(tmp_path)
     began = [event["worker"] for event in updates].index(1)

@@ -209,8 +209,8 @@ def thread_server(tmp_path: Path) -> Iterator[ThreadServer]:
 def test_a_servers_pause_of_nine_times_the_timeout_costs_the_pause(
     processes: Processes, data: Path, tmp_path: Path
 ) -> None:
-    flags = ["--max-update", 400, "--disable-validation", "--worker-timeout", 1]
-    launcher = processes.start(launch_command(data, 2, tmp_path, *flags))
+    flags = ["--max-update", 60, "--disable-validation", "--worker-timeout", 1]
+    launcher = processes.start(launch_command(data, 2, tmp_path, *flags, launcher=["--slowdown", "5,5"]))
     wait_until(lambda: min(count(tmp_path, 0), count(tmp_path, 1)) > 5, 90)
     paused = server_of(tmp_path)
     os.kill(paused, signal.SIGSTOP)

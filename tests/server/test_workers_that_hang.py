@@ -129,8 +129,8 @@ def test_a_server_that_was_stopped_takes_nobody_for_one_that_hangs(ending: Endin
 
 
 def test_the_launcher_ends_a_run_without_a_worker_that_hangs(processes: Processes, data: Path, tmp_path: Path) -> None:
-    flags = ["--max-update", 200, "--disable-validation", "--worker-timeout", 3]
-    launcher = processes.start(launch_command(data, 2, tmp_path, *flags))
+    flags = ["--max-update", 60, "--disable-validation", "--worker-timeout", 3]
+    launcher = processes.start(launch_command(data, 2, tmp_path, *flags, launcher=["--slowdown", "5,5"]))
     wait_until(lambda: count(tmp_path, 1) > 5, 90)
     stop(worker_of(tmp_path, 1))
     output, _ = launcher.communicate(timeout=100)
