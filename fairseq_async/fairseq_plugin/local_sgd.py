@@ -242,14 +242,12 @@ class LocalSGDTrainer(AsynchronousTrainer):
     def _applied_updates(self, progress: int, previous: int) -> AppliedUpdates:
         """Returns the progress that fairseq's loop is to see.
 
-        The loop ends when this number reaches ``max_update``. That must be when the server has all local steps, and no
-        sooner, though the schedule of a worker in its last round may be ahead.
+        The loop ends when this number reaches ``max_update``, which the worker's progress does when the server has all
+        local steps, and no sooner.
         """
         if self.worker.finished:
             progress = max(1, progress)  # a run may end before each worker has had a step, and 0 is no limit to fairseq
             self.cfg.optimization.max_update = progress
-        elif self.cfg.optimization.max_update:
-            progress = max(previous, min(progress, self.cfg.optimization.max_update - 1))
         return AppliedUpdates(progress, previous)
 
     def _reduce_and_log_stats(

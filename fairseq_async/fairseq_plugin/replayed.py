@@ -60,8 +60,15 @@ class RecordedClient:
         codec = spec.compress.push
         self.compressor = None if codec is None else Compressor(codec, spec, layout, self.worker)
         first = self.events[0]
-        assignment = _assignment(first)
-        return Welcome(True, memory="", publishes=False, slots=0, sequence=first.sequence, assignment=assignment)
+        return Welcome(
+            True,
+            memory="",
+            publishes=False,
+            slots=0,
+            sequence=first.sequence,
+            total_steps=spec.total_steps,
+            assignment=_assignment(first),
+        )
 
     def pull(
         self,
