@@ -1,5 +1,6 @@
 """Codecs against references in float64 that are written from the formulas, and against bytes that lie."""
 
+import copy
 import itertools
 import math
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairseq_async.algorithms import BF16, DQSGD, E3M0, AdaComp, AdaCompBins, Codec, Int8, TopK
+from fairseq_async.algorithms.codecs import bits, blocks, dqsgd, top_k
 from fairseq_async.errors import AsyncError, CodecError
 from recipes.rules.count_sketch import CountSketch
 from tests.helpers.other_device import elsewhere
@@ -220,6 +222,22 @@ def test_adacomp_sends_what_its_pseudo_code_sends(sizes: list[int], bin_size: in
     # H is a sum of fp32 values, rounded as in fp32
     exact = adacomp_reference((total.double() - newest.double()).numpy(), newest.double().numpy(), sizes, bin_size)
     np.testing.assert_allclose(back, exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize("codec", codecs(), ids=name_of)
+def test_in_whatever_parts_a_vector_is_encoded_and_decoded_the_bits_are_the_same(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts are of half a million values elsewhere: of a tensor as small as these, that is all of it."""
+    sizes, newest = [70, 0, 1300], vector(1370, seed=4)
+    values, found = newest + vector(1370, 0.5, 5), []
+    for parts in (False, True):
+        if parts:
+            for module, name in ((blocks, "_VALUES"), (dqsgd, "_AT_A_TIME"), (bits, "_AT_A_TIME"), (top_k, "_ROWS")):
+                monkeypatch.setattr(module, name, 32)
+        data = copy.deepcopy(codec).encode(values, 5, sizes=sizes, newest=newest)
+        found.append((data, codec.decode(data, values.numel()).tolist()))
+    assert found[0] == found[1]
 
 
 def test_a_tensor_that_is_shorter_than_what_a_bin_usually_sends_is_assumed_to_send_all_of_itself() -> None:

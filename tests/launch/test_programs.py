@@ -111,6 +111,21 @@ def test_a_command_that_is_to_go_on_has_nothing_left_of_where_it_began() -> None
 
 
 @pytest.mark.parametrize(
+    ("given", "resumes"),
+    [
+        (["--restore-file", "a.pt"], False),
+        (["--restore-file=a.pt"], False),
+        (["--reset-optimizer"], False),
+        (["--reset-meters"], True),
+        (["--finetune-from-model=a.pt"], True),
+        (["--save-dir", "a"], True),
+    ],
+)
+def test_a_command_that_says_where_to_begin_goes_on_from_no_snapshot(given: list[str], resumes: bool) -> None:
+    assert WorkerCommand(["fairseq-train", "data", "--optimizer", "hybrid_async", *given]).resumes is resumes
+
+
+@pytest.mark.parametrize(
     ("line", "found"),
     [
         (["fairseq-train", "data"], True),

@@ -64,13 +64,14 @@ def from_snapshot(before: Coordinator, state: State) -> tuple[Coordinator, Upstr
 def test_a_message_takes_what_was_moved_since_the_merge_and_the_answer_is_blended_in() -> None:
     coordinator, upstream = begun()
     assert upstream.due(1.0) is None, "it has not joined"
-    upstream.join(GlobalParameters(0, 7, False, 0 * ONES), 0.0, fresh=True)
+    upstream.join(GlobalParameters(0, 7, False, 0 * ONES), 1.0, fresh=True)
     move(coordinator, upstream, updates=1)
-    assert upstream.due(1.0) is None
+    assert upstream.due(2.0) is None
     move(coordinator, upstream, updates=1)
     drift = upstream.due(4.0)
     assert drift is not None and torch.equal(drift.values, -2 * ONES)
-    assert (drift.sequence, drift.base_version, drift.steps, drift.seconds) == (0, 7, 2, 2.0)
+    assert (drift.sequence, drift.base_version, drift.steps) == (0, 7, 2)
+    assert drift.seconds == (4.0 - 1.0) / 2, "since it has joined"
     move(coordinator, upstream)  # meanwhile: in no message, as in the paper's code
     assert upstream.due(5.0) is None
     upstream.merge(GlobalParameters(1, 9, False, 10 * ONES))

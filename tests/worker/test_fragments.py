@@ -13,7 +13,7 @@ from fairseq_async.algorithms import FragmentedRule
 from fairseq_async.errors import ConfigurationError, RefusedError
 from fairseq_async.method.spec import local_sgd_spec
 from fairseq_async.options.config import DelayedNesterovOptions, NesterovOptions, ServerOptions
-from fairseq_async.protocol import Assignment, Push, PushReply, Report, Status, encode
+from fairseq_async.protocol import Assignment, Layout, Push, PushReply, Report, Status, encode
 from fairseq_async.pytorch import AsyncLocalSGD
 from fairseq_async.records.events import read_events
 from fairseq_async.reporting.audit import audit
@@ -23,6 +23,7 @@ from fairseq_async.simulation.workers import SharedModel
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.compressor import Compressor
 from fairseq_async.worker.connection.lasting_connection import LastingConnection
+from fairseq_async.worker.divided import DividedReplica
 from fairseq_async.worker.overlap import BackgroundExchange, local_sgd_worker
 from fairseq_async.worker.replica import MasterReplica, TensorReplica
 from scripts.faults.thread_server import ThreadServer
@@ -370,6 +371,23 @@ def test_masters_in_parts_are_read_and_written_by_fragment() -> None:
     part.write(torch.tensor([5.0, 6.0, 7.0]))
     assert masters[2][1].tolist() == [6.0, 7.0] and masters[0][1].tolist() == [1.0]  # type: ignore[index]
     assert [tensor.tolist() for _, tensor in named] == [[0.0, 0.0], [5.0], [6.0, 7.0]]
+
+
+def test_a_model_of_which_each_rank_has_parts_is_read_and_written_by_fragment() -> None:
+    """This rank has the second half of ``a``, nothing of ``b``, and the third element of ``c``."""
+    layout = Layout.of([("a", torch.zeros(2)), ("b", torch.zeros(1)), ("c", torch.zeros(4))])
+    held, gradients = ([torch.tensor(each) for each in ([n], [], [2 * n])] for n in (1.0, 5.0))
+    part = DividedReplica(layout, [1, 1, 2], lambda: held, lambda: gradients).part(slice(1, 3))
+    assert [(name, tensor.tolist()) for name, tensor in part.named] == [("c", [2.0])]
+    flat = torch.zeros(5)
+    part.read(flat)
+    assert flat.tolist() == [0.0, 0.0, 0.0, 2.0, 0.0]
+    part.write_gradients(flat, 0.5)
+    assert flat.tolist() == [0.0, 0.0, 0.0, 5.0, 0.0]
+    part.subtract(flat)
+    assert flat.tolist() == [0.0, 0.0, 0.0, 3.0, 0.0]
+    part.write(torch.tensor([5.0, 6.0, 7.0, 8.0, 9.0]))
+    assert [tensor.tolist() for tensor in held] == [[1.0], [], [8.0]]
 
 
 # What does not go together
