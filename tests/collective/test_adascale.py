@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fairseq_async.algorithms import AdaScaleGain
 from fairseq_async.collective import AdaScale
 from fairseq_async.collective.adascale import step_norms
+from fairseq_async.collective.adascale.adam_norm import AdamNorm
 from fairseq_async.collective.adascale.square_norms import LocalSquareNorms, norm_of, plain_norm
 from fairseq_async.collective.adascale.step_norms import StepNormMeter
 from fairseq_async.errors import ConfigurationError
@@ -158,6 +159,19 @@ def test_an_element_that_adam_has_never_moved_does_not_drown_the_others() -> Non
         adascale.step()
         adascale.zero_grad()
     assert adascale.gains.whole.variance < 1e3
+
+
+def test_of_a_flat_master_a_parameter_has_the_moments_of_its_own_elements() -> None:
+    own, flat = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))], nn.Parameter(torch.zeros(10))
+    alone, together = torch.optim.Adam(own), torch.optim.Adam([flat])
+    masters, generator = {own[0]: (flat, 0), own[1]: (flat, 6)}, torch.Generator().manual_seed(1)
+    for _ in range(AdamNorm.STEPS):
+        flat.grad = torch.randn(10, generator=generator) * torch.arange(1.0, 11.0)
+        own[0].grad, own[1].grad = flat.grad[:6].view(2, 3), flat.grad[6:]
+        alone.step(), together.step()
+    for parameter in own:
+        expected, found = (norm(parameter, parameter.grad) for norm in (AdamNorm(alone), AdamNorm(together, masters)))
+        assert expected is not None and found is not None and torch.equal(expected, found)
 
 
 def test_a_loss_scale_and_clipping_are_no_part_of_the_statistics() -> None:

@@ -173,6 +173,22 @@ def test_an_evaluation_and_a_checkpoint_of_a_worker_that_is_ahead_are_of_the_ser
     assert done == [*pulls, f"saves ('directory', 'tag', {state})", *pulls, "evaluates"]
 
 
+def test_a_run_in_fp16_goes_on_with_the_loss_scale_of_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with how long the scale has stayed as it is."""
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 0)
+    section = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}
+    engine, before = HybridEngine.__new__(HybridEngine), LossScale(section)
+    nn.Module.__init__(engine)
+    assert [before.skips(finite) for finite in (False, True)] == [True, False]
+    engine.loss_scaler, engine.optimizer = LossScale(section), SimpleNamespace()
+    saved = before.state_dict()
+    loaded = "path", {"async_loss_scale": dict(saved), "epoch": 3}
+    monkeypatch.setattr(AsyncEngine, "load_checkpoint", lambda engine, *arguments: loaded)
+    assert saved != engine.loss_scaler.state_dict() and before.value != engine.loss_scaler.value
+    assert engine.load_checkpoint("directory") == ("path", {"epoch": 3}), "what the script has saved is left"
+    assert engine.loss_scaler.state_dict() == saved and engine.optimizer.cur_scale == before.value
+
+
 def test_a_step_of_the_micro_batches_that_are_left_has_their_mean_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each loss was divided by six, and two have come."""
     engine, did = cast(Any, HybridEngine.__new__(HybridEngine)), list[object]()

@@ -59,6 +59,24 @@ def test_a_multiple_that_others_pass_before_a_checkpoint_is_saved_or_then_is_see
     assert torch.equal(saves.model.net.trace[-1], other.model.net.flat())
 
 
+def test_a_loop_that_ends_before_its_worker_is_told_so_has_the_servers_own_parameters(trainers: Trainers) -> None:
+    """The last step is another worker's, between an answer and the parameters, which are ahead of the server's."""
+    flags = f"{HYBRID} --look-ahead 1 --max-update 4"
+    first, other = (trainers.join(flags, worker=number, workers=2) for number in (0, 1))
+    step(first), step(other)
+    pull = first.session.client.pull
+
+    def late(*given: Any, **more: Any) -> int:
+        trainers.patch.setattr(first.session.client, "pull", pull)
+        step(other)
+        return int(pull(*given, **more))
+
+    trainers.patch.setattr(first.session.client, "pull", late)
+    step(first)
+    assert first.get_num_updates() == 4 and other.optimizer.worker.finished and not first.optimizer.worker.finished
+    assert torch.equal(first.model.net.flat(), other.model.net.flat())
+
+
 def test_parameters_that_are_changed_while_a_worker_saves_are_one_line(trainers: Trainers) -> None:
     trainer = trainers.join(HYBRID)
     step(trainer)
