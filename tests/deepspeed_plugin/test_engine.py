@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_what_zero_does_not_step_is_not_exchanged() -> None:
 
 def test_parameters_that_are_loaded_beside_their_masters_are_one_line() -> None:
     model = nn.Linear(2, 3).to(torch.bfloat16)
-    masters = [each.detach().float().view(-1) + 1e-6 for each in model.parameters()]
+    masters = [each.detach().float().view(-1) * (1 + 2**-12) for each in model.parameters()]
     groups = {"fp16_groups": [list(model.parameters())], "fp32_groups_flat": [torch.cat(masters)]}
     engine = with_optimizer(model, **groups)
     check_masters(replica_of(engine, 0))  # which bfloat16 rounds to the parameters
@@ -145,6 +146,18 @@ def test_the_micro_batches_of_all_steps_are_counted_and_a_step_begins_with_the_s
         HybridEngine._begin_share(engine)
         found.append((engine.trained, engine._share, engine._first, engine._passes))
     assert found == [(3, 5, 3, 0), (8, 2, 8, 0), (10, 4, 10, 0)]
+
+
+@pytest.mark.parametrize(("shard", "follows"), [(None, 9.0), (1, 4.0)])
+def test_rates_go_by_the_progress_by_which_a_trainer_counts_but_for_those_of_a_shard(
+    shard: int | None, follows: float
+) -> None:
+    """That of the run never goes back: a Trainer would log a step with the rate of one that it had logged before."""
+    followed = list[float]()
+    engine: Any = SimpleNamespace(_own=MagicMock(), _followed=SimpleNamespace(follow=followed.append))
+    engine.async_worker = SimpleNamespace(shard=shard, progress=4.0, run_progress=9.0)
+    LocalEngine._set_learning_rates(engine)
+    assert followed == [follows]
 
 
 @pytest.mark.parametrize("look_ahead", [0.0, 2.0])
@@ -427,7 +440,8 @@ def test_a_worker_that_joins_late_begins_with_the_learning_rate_of_the_runs_prog
     engine, drawn = SavingEngine(tmp_path), SGD([Parameter(torch.zeros(1))], lr=1.0)
     engine._followed = FollowedSchedule(LambdaLR(drawn, lambda step: 0.5**step), drawn)
     monkeypatch.setattr(AsyncEngine, "_exchange_first_parameters", lambda engine, state: None)
-    cast(Any, engine.async_worker).progress = 3.0
+    cast(Any, engine.async_worker).run_progress, cast(Any, engine.async_worker).shard = 3.0, None
+    monkeypatch.setattr(engine, "_set_learning_rates", partial(LocalEngine._set_learning_rates, cast(Any, engine)))
     AsyncEngine._join(engine, None)
     assert drawn.param_groups[0]["lr"] == 0.125
 

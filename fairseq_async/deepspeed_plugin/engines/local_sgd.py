@@ -91,7 +91,10 @@ class LocalEngine(AsyncEngine):
         return super().progress
 
     def _set_learning_rates(self) -> None:
-        super()._set_learning_rates()
+        """Sets the rates as :meth:`AsyncEngine._set_learning_rates`, and where they follow the whole run, never back: a
+        ``Trainer`` counts its steps by the same progress, upwards only."""
+        worker = self.async_worker
+        self._followed.follow(worker.run_progress if worker.shard is None else worker.progress)
         self._own.note()  # the end of each step, and of the join
 
     def pull(self) -> None:

@@ -35,9 +35,28 @@ def answer_for_masters(parameters: Iterable[Parameter], optimizer: Any) -> None:
 
 def show_scale(optimizer: Any, scaler: LossScale, overflow: bool) -> None:
     """Gives torch's optimizer what scripts read of DeepSpeed's in half precision and with ZeRO: the loss scale of the
-    next step, whether the last one overflowed, and the optimizer that it wraps, which is itself."""
+    next step, whether the last one overflowed, and the optimizer that it wraps, which is the same one and wraps none:
+    scripts unwrap in a loop."""
     optimizer.cur_scale = optimizer.loss_scale = scaler.value
-    optimizer.overflow, optimizer.optimizer = overflow, optimizer
+    optimizer.overflow = overflow
+    if not hasattr(optimizer, "optimizer"):
+        optimizer.optimizer = _unwrapped(optimizer)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Returns an object with all attributes of this optimizer, whichever of the two they are set on, but no
+    ``optimizer``."""
+    kind = type(optimizer)
+    inner: Any = object.__new__(type(kind.__name__, (_WrapsNone, kind), {"__module__": kind.__module__}))
+    inner.__dict__ = optimizer.__dict__
+    return inner
+
+
+class _WrapsNone:
+    def __getattribute__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
 
 
 def check_scale(optimizer: Any, scaler: LossScale) -> None:

@@ -251,7 +251,9 @@ def read_scale(engine: Any, run: Run) -> None:
         engine.step()
         optimizer = engine.optimizer
         assert optimizer.overflow == (not engine.was_step_applied()) and optimizer.cur_scale == optimizer.loss_scale > 1
-        assert optimizer.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+        inner = optimizer.optimizer
+        assert isinstance(inner, torch.optim.Optimizer) and not hasattr(inner, "optimizer")  # a loop that unwraps ends
+        assert inner.param_groups is optimizer.param_groups and inner.state is optimizer.state
     assert optimizer.overflow and engine.skipped_steps
     assert engine.dynamic_loss_scale() and engine.loss_scale() == 0 and engine.initial_dynamic_scale() == 2**16
 
