@@ -40,9 +40,11 @@ def run_with_snapshots(folder: Path) -> Path:
 
 
 def deepspeed_checkpoint(folder: Path) -> Path:
-    """Its model is worker 0's: the trained parameters in it are others, and ``tied`` is the head's weight."""
+    """Its model is worker 0's: the trained parameters in it are others, and ``tied`` is the head's weight. That two
+    biases are equal says nothing."""
     local = torch.full((2, 2), 9.0)
     module = {"head.weight": local, "head.bias": torch.ones(2), "tied": local, "mean": torch.tensor([5.0])}
+    module["frozen.bias"] = torch.ones(2)
     tag = folder / "global_step3"
     tag.mkdir(parents=True)
     torch.save({"module": module}, tag / "mp_rank_00_model_states.pt")
@@ -84,7 +86,7 @@ def test_the_newest_snapshot_that_can_be_read_is_exported(tmp_path: Path) -> Non
 def test_a_deepspeed_checkpoint_gives_the_servers_parameters_and_worker_0s_buffers(tmp_path: Path, where: str) -> None:
     checkpoint = deepspeed_checkpoint(tmp_path / "checkpoint")
     export(checkpoint / where, tmp_path / "out.safetensors")
-    expected = TRAINED | {"tied": TRAINED["head.weight"], "mean": torch.tensor([5.0])}
+    expected = TRAINED | {"tied": TRAINED["head.weight"], "mean": torch.tensor([5.0]), "frozen.bias": torch.ones(2)}
     assert equal(load_file(tmp_path / "out.safetensors"), expected)
 
 

@@ -5,7 +5,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fairseq import checkpoint_utils
@@ -53,6 +53,20 @@ def cfg(monkeypatch: pytest.MonkeyPatch) -> Namespace:
     monkeypatch.setattr(session, "_RANK_0_FIRST", 0.0)
     distributed = Namespace(distributed_rank=1)
     return Namespace(optimizer=Namespace(optimizer="made_up"), distributed_training=distributed)
+
+
+@pytest.mark.parametrize(
+    ("max_epoch", "micro_batches", "window", "left"),
+    [(3, 0, None, (0, [4, 2], None)), (0, 4, None, (0, [1], 4096)), (3, 4, 100, (0, [1], 100))],
+)
+def test_what_the_server_does_is_taken_from_fairseqs_configuration(
+    max_epoch: int, micro_batches: int, window: int | None, left: tuple[int, list[int], int | None]
+) -> None:
+    """fairseq's own loss scale grows after as many batches of a rank, however many are in a step."""
+    cfg, spec = Namespace(optimization=Namespace(max_epoch=max_epoch, update_freq=[4, 2])), SimpleNamespace()
+    cfg.common, spec.max_epoch, spec.micro_batches = Namespace(fp16_scale_window=window), max_epoch, micro_batches
+    session.leave_to_server(cfg, cast(Any, spec))
+    assert (cfg.optimization.max_epoch, cfg.optimization.update_freq, cfg.common.fp16_scale_window) == left
 
 
 def test_main_finds_the_methods_trainer_and_afterwards_fairseqs_is_back(cfg: Namespace) -> None:

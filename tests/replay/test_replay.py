@@ -23,6 +23,7 @@ from torch.optim import SGD
 from fairseq_async import cli
 from fairseq_async.algorithms import Update
 from fairseq_async.errors import AsyncError, ConfigurationError
+from fairseq_async.fairseq_plugin.registry import METHODS
 from fairseq_async.fairseq_plugin.replayed import FairseqRun, ReplayedWorker
 from fairseq_async.options import compression
 from fairseq_async.protocol import Layout, Push, Segment
@@ -31,8 +32,12 @@ from fairseq_async.records.events import Settled
 from fairseq_async.replay.replay import DifferenceError, Recording, Replay, quiet
 from fairseq_async.server import ParameterServer
 from fairseq_async.server.run import Recorder
+from fairseq_async.worker.start.context import WorkerContext
 from scripts.faults.sgd_server import build, sgd_spec
 from tests.helpers.commands import MODEL, Processes, command
+from tests.helpers.contract import fairseq_train
+from tests.helpers.contract.net import Case, Net, Run
+from tests.helpers.fairseq_trainers import HYBRID, configuration
 from tests.helpers.replayed import HalvingRun, HalvingWorker
 from tests.helpers.run_files import events
 
@@ -108,6 +113,22 @@ def test_a_step_of_a_replay_has_the_batches_of_its_epoch() -> None:
     )
     drawn = [len(batches) for batches in islice(ReplayedWorker._draw(worker), 16)]
     assert drawn == [1] * 8 + [2] * 4 + [4] * 4
+
+
+def test_in_a_replay_a_task_is_given_the_number_of_updates_from_which_its_worker_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task or a model may compute by it."""
+    monkeypatch.setattr(fairseq_train, "_net", [Net(Run(Case(), "run", tmp_path, 0))])
+    cfg, numbers = configuration(HYBRID), []
+    names = ("local_steps", "shard", "offset", "progress", "progress_per_step", "micro_batches")
+    first: Any = SimpleNamespace(sequence=0, **dict.fromkeys(names))
+    spec = METHODS["hybrid_async"].describe(cfg.optimizer, cfg, 1)  # type: ignore[union-attr]
+    worker = ReplayedWorker(cfg, spec, WorkerContext(), [first])
+    for version in (2, 7):
+        worker.start_from(torch.zeros(worker.layout.size), version)
+        numbers.append(worker.trainer.get_num_updates())
+    assert numbers == [2, 7]
 
 
 LAYOUT = Layout((Segment("w", (3,), "float32"),))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fairseq_async.algorithms import Update
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.protocol import Receipt, Report
 from fairseq_async.simulation.hierarchy import Hierarchy, OrderOfRegion, simulated_run
@@ -131,6 +132,25 @@ def test_messages_take_their_time_and_nobody_waits_for_them(tmp_path: Path) -> N
     assert versions == [4.0, 6.0, 9.0] and run.finished
     assert sorted(time for time, _, _ in log.events) == [2.0, 2.0, 4.0, 4.0, 6.0, 6.0]
     assert {(receipt.worker, report.shard) for _, receipt, report in log.events} == {(0, 0), (1, 1)}
+
+
+def test_a_drift_is_computed_from_the_version_that_its_region_has_merged_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of stale updates, and their limit, are of the global server too."""
+    run = simulated(tmp_path, LOCAL | {"global": GLOBAL | {"updates": 1}}, NEAR, Log())
+    assert isinstance(run, Hierarchy)
+    answered, found, push = {0: 0, 1: 0}, list[tuple[int, int]](), run.server.push
+
+    def noted(drift: Update) -> Receipt:
+        found.append((drift.base_version, answered[drift.worker]))
+        receipt = push(drift)
+        answered[drift.worker] = run.version
+        return receipt
+
+    monkeypatch.setattr(run.server, "push", noted)
+    finish(run)
+    assert len({base for base, _ in found}) > 3 and all(base == version for base, version in found)
 
 
 def test_workers_of_regions_are_as_fast_as_without_a_global_server(tmp_path: Path) -> None:
