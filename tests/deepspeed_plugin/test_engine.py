@@ -193,7 +193,7 @@ def test_a_run_in_fp16_goes_on_with_the_loss_scale_of_its_checkpoint(monkeypatch
     engine, before = HybridEngine.__new__(HybridEngine), LossScale(section)
     nn.Module.__init__(engine)
     assert [before.skips(finite) for finite in (False, True)] == [True, False]
-    engine.loss_scaler, engine.optimizer = LossScale(section), SimpleNamespace()
+    engine.loss_scaler, engine.optimizer = LossScale(section), cast(Any, SGD([Parameter(torch.zeros(1))]))
     saved = before.state_dict()
     loaded = "path", {"async_loss_scale": dict(saved), "epoch": 3}
     monkeypatch.setattr(AsyncEngine, "load_checkpoint", lambda engine, *arguments: loaded)
@@ -481,7 +481,7 @@ def test_no_rank_of_an_island_writes_the_slot_before_all_have_read_it_nor_sends_
     assert did == ["all", "initialise", "write", "all", "push", "pull", "read", "all"]
 
 
-def test_an_engine_of_local_sgd_is_in_a_step_while_deepspeed_steps_and_keeps_its_schedule_from_that(
+def test_an_engine_is_in_a_step_while_deepspeed_steps_and_one_of_local_sgd_keeps_its_schedule_from_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outside of it, a step of the optimizer is the script's own, which is refused."""
@@ -498,3 +498,8 @@ def test_an_engine_of_local_sgd_is_in_a_step_while_deepspeed_steps_and_keeps_its
     monkeypatch.setattr(DeepSpeedEngine, "_take_model_step", step)
     engine._take_model_step(None)
     assert seen == [(True, None)] and (engine._takes_step, engine.lr_scheduler) == (False, "schedule")
+    synchronous, given = SynchronousEngine.__new__(SynchronousEngine), seen.copy()
+    nn.Module.__init__(synchronous)
+    synchronous.lr_scheduler, synchronous._takes_step = None, False
+    synchronous._take_model_step(None)
+    assert seen == 2 * given and not synchronous._takes_step

@@ -115,20 +115,21 @@ def test_progress_says_who_was_held_and_how_far_was_looked_ahead(tmp_path: Path)
 
 
 @pytest.mark.parametrize("now", [1006.0, 1012.0, 1026.0], ids=["one step", "two steps", "older ones are dropped"])
-def test_steps_that_take_seconds_are_counted_with_all_their_updates(tmp_path: Path, now: float) -> None:
-    """Three workers that step together every 6 seconds."""
+@pytest.mark.parametrize("workers", [1, 3])
+def test_steps_that_take_seconds_are_counted_with_all_their_updates(tmp_path: Path, now: float, workers: int) -> None:
+    """Workers that step together every 6 seconds; the last one's update is the step."""
     clock = [1000.0]
-    progress = Progress(tmp_path, 3, clock=lambda: clock[0])
+    progress = Progress(tmp_path, workers, clock=lambda: clock[0])
     clock[0] = now
     steps = range(1, int(now - 1000.0) // 6 + 1)
     lines = [
-        event(worker, step - (worker < 2), 1000.0 + 6 * step, base_version=step - 1, staleness=0)
+        event(worker, step - (worker < workers - 1), 1000.0 + 6 * step, base_version=step - 1, staleness=0)
         for step in steps
-        for worker in range(3)
+        for worker in range(workers)
     ]
     (tmp_path / "events.jsonl").write_text("".join(lines))
     progress.poll()
-    assert progress.updates_in_a_step == 3.0
+    assert progress.updates_in_a_step == workers
     assert progress.updates_per_second == pytest.approx(min(3, len(steps)) / min(15, now - 1000.0))
 
 

@@ -20,6 +20,7 @@ from fairseq_async.options.config import ServerOptions
 from fairseq_async.protocol import (
     Status,
 )
+from fairseq_async.protocol.notices import RUN_FINISHED, RUN_OVER
 from fairseq_async.records.state_files import ending_path
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.lasting_connection import LastingConnection
@@ -251,3 +252,17 @@ def test_worker_0_waits_longer_for_its_server_alone_than_before_it_tells_of_othe
         server.outlast_workers()
     assert waits == [20.0, None, 2.0, None]
     assert capsys.readouterr().err.count("its server stays for the other workers") == 2
+
+
+def test_a_run_is_over_no_more_when_a_worker_comes_back_after_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    """Else the launcher would give that worker the few seconds of one that hangs."""
+    server: Any = ServerProcess.__new__(ServerProcess)
+    server.finished, server.over, states = threading.Event(), threading.Event(), []
+    for said in ([], [RUN_FINISHED], [RUN_FINISHED, RUN_OVER], [RUN_OVER, "a line", RUN_FINISHED]):
+        reader, writer = os.pipe()
+        os.write(writer, "".join(f"{line}\n" for line in said).encode())
+        os.close(writer)
+        server._pass_on(reader, None)
+        states.append((server.finished.is_set(), server.over.is_set()))
+    assert states == [(False, False), (True, False), (True, True), (True, False)]
+    assert capsys.readouterr().err == "fairseq-async: a line\n"
