@@ -344,7 +344,7 @@ def _make_worker_engine(
     atexit.register(leave_at_exit, client, engine, server)
     _made.append(engine)
     loader = arguments.make_loader(engine, sizes, options, (context.rank, context.island_size), engine.join_run, own)
-    return engine, made[1], loader, engine.lr_scheduler
+    return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
 def _accumulating(options: AsyncOptions, config: Config, context: WorkerContext) -> AsyncOptions:

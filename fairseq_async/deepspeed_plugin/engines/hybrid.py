@@ -26,6 +26,7 @@ from fairseq_async.deepspeed_plugin.engines.masters_in_server import (
     check_scale,
     refuse_moments,
     show_scale,
+    wrapped,
 )
 from fairseq_async.deepspeed_plugin.engines.tensors import check_masters, trainable
 from fairseq_async.deepspeed_plugin.engines.zero3 import PartitionedReplica, ShownGroups
@@ -76,6 +77,7 @@ class HybridEngine(AsyncEngine):
 
     async_worker: HybridWorker
     loss_scaler: LossScale
+    optimizer: Any  # DeepSpeed's, or one that wraps it
     half_precision: torch.dtype | None = None  # the model's type, if it is in half precision
     _moments: StateInServer | None = None  # of the optimizer, once the worker has joined
     trained = 0
@@ -96,6 +98,7 @@ class HybridEngine(AsyncEngine):
         if not self.zero_optimization_partition_weights():
             answer_for_masters((parameter for _, parameter in trainable(self)), self.optimizer)
             show_scale(self.optimizer, self.loss_scaler, overflow=False)
+            self.optimizer = wrapped(self.optimizer)
         else:
             refuse_moments(self.optimizer)
             self._shown = ShownGroups(self.optimizer.param_groups, self.served.param_groups)

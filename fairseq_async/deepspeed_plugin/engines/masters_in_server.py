@@ -33,30 +33,20 @@ def answer_for_masters(parameters: Iterable[Parameter], optimizer: Any) -> None:
             setattr(parameter, name, value)
 
 
+def wrapped(optimizer: Any) -> Any:
+    """Returns an optimizer that wraps torch's, as DeepSpeed's in half precision and with ZeRO, for scripts that unwrap
+    it. All its other attributes are those of the one that it wraps, whichever of the two they are set on."""
+    kind = type(optimizer)
+    wrapper: Any = object.__new__(type(kind.__name__, (kind,), {"optimizer": property(lambda _: optimizer)}))
+    wrapper.__dict__ = optimizer.__dict__
+    return wrapper
+
+
 def show_scale(optimizer: Any, scaler: LossScale, overflow: bool) -> None:
-    """Gives torch's optimizer what scripts read of DeepSpeed's in half precision and with ZeRO: the loss scale of the
-    next step, whether the last one overflowed, and the optimizer that it wraps, which is the same one and wraps none:
-    scripts unwrap in a loop."""
+    """Gives torch's optimizer what scripts read of DeepSpeed's in half precision: the loss scale of the next step, and
+    whether the last one overflowed."""
     optimizer.cur_scale = optimizer.loss_scale = scaler.value
     optimizer.overflow = overflow
-    if not hasattr(optimizer, "optimizer"):
-        optimizer.optimizer = _unwrapped(optimizer)
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """Returns an object with all attributes of this optimizer, whichever of the two they are set on, but no
-    ``optimizer``."""
-    kind = type(optimizer)
-    inner: Any = object.__new__(type(kind.__name__, (_WrapsNone, kind), {"__module__": kind.__module__}))
-    inner.__dict__ = optimizer.__dict__
-    return inner
-
-
-class _WrapsNone:
-    def __getattribute__(self, name: str) -> Any:
-        if name == "optimizer":
-            raise AttributeError(name)
-        return super().__getattribute__(name)
 
 
 def check_scale(optimizer: Any, scaler: LossScale) -> None:
