@@ -30,7 +30,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.helpers.forked import SCRIPTS, Forked, is_python  # noqa: E402
@@ -385,6 +385,14 @@ def parse_flags() -> None:
         utils.convert_namespace_to_omegaconf(args)
 
 
+def make_parsers() -> None:
+    """Those of all messages: to make them in its first exchange takes a process as long as a dozen short steps."""
+    parsing, spec = (sys.modules[f"{OURS[0]}.{name}"] for name in ("protocol.parsing", "method.spec"))
+    for message in (*get_args(parsing.Request), *get_args(parsing.Answer), parsing._REQUEST, parsing._ANSWER):
+        parsing._adapter(message)
+    spec._adapter()
+
+
 def grow(asked: dict[str, Any], files: Sequence[int]) -> NoReturn:
     """Imports more, and forks for others from then on, beside the process that this one is a fork of."""
     place(files, asked["files"])
@@ -409,6 +417,7 @@ def import_and_serve(folder: Path, modules: Sequence[str]) -> NoReturn:
         for each in sorted(path.rglob("*.py")) or [path]:
             importlib.import_module(".".join(each.relative_to(path.parents[1]).with_suffix("").parts))
     OWN_RULES.update(sys.modules[f"{OURS[0]}.method.rules"].OUTER_RULES)
+    make_parsers()
     listener = listening(FOLDER)
     gc.collect()
     gc.freeze()
