@@ -30,18 +30,20 @@ COMMON = (
     "typer",
     "rich.live",
     "cryptography.x509",
+    "encodings.idna",  # of a socket's address
 )
-# The last three come with an engine, and torch's compiler with Muon, for which ZeRO looks whether or not it is used.
+# The last four come with an engine, and torch's compiler with Muon, for which ZeRO looks whether or not it is used.
 OF_DEEPSPEED = (
     *COMMON,
     "deepspeed",
     "deepspeed.launcher.launch",
     "deepspeed.launcher.runner",
     "deepspeed.module_inject",
+    "deepspeed.module_inject.auto_ep_config",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "torch.utils.cpp_extension",
 )
-OF_FAIRSEQ = ("fairseq_cli.train", "fairseq_cli.preprocess", *COMMON)  # first: it says how its messages look
+OF_FAIRSEQ = ("fairseq_cli.train", "fairseq_cli.preprocess", *COMMON)  # it says how messages look, as none before does
 OF_DOCUMENTS = (  # of all programs that they have
     *OF_FAIRSEQ,
     "fairseq_cli.generate",
@@ -54,7 +56,7 @@ OF_TRANSFORMERS = ("transformers.trainer", "transformers.models.llama.modeling_l
 FRAMEWORKS = {  # by what a command has; the last names those whose process goes on to import these
     r"hf_|c4": (OF_TRANSFORMERS, DEEPSPEED, r"deepspeed"),
     r"deepspeed": (OF_DEEPSPEED, DEEPSPEED, r""),
-    r"fairseq-|fairseq_(?!async)": (OF_FAIRSEQ, FAIRSEQ, None),
+    r"fairseq-|fairseq_(?!async)": (OF_FAIRSEQ, FAIRSEQ, r""),
     r"": (COMMON, {"PYTHONPATH": str(ROOT)}, None),
 }
 USUAL = subprocess.Popen
@@ -92,8 +94,7 @@ def _folder_for(words: Sequence[str]) -> Path:
 
 def _started_for(pattern: str) -> Path:
     if pattern not in _started:
-        modules, variables, before = FRAMEWORKS[pattern]
-        _started[pattern] = start(modules, variables, None if before is None else _started_for(before))
+        _started[pattern] = start(*FRAMEWORKS[pattern])
     return _started[pattern]
 
 
@@ -108,10 +109,10 @@ def stand_ins(folder: Path) -> Path:
     return folder / "bin"
 
 
-def start(modules: Sequence[str], variables: Mapping[str, str], before: Path | None = None) -> Path:
+def start(modules: Sequence[str], variables: Mapping[str, str], before: str | None = "") -> Path:
     """Starts a process that imports the modules, and ends with this; its folder.
 
-    It is a fork of the one whose folder is ``before``, if any, which has imported others.
+    It is a fork of the one for ``before``, if any, which has imported others.
     """
     folder = Path(tempfile.mkdtemp(prefix="forks-"))
     own = os.environ | ONE_THREAD | environment() | variables
@@ -122,7 +123,7 @@ def start(modules: Sequence[str], variables: Mapping[str, str], before: Path | N
             process = USUAL(line, stdin=subprocess.PIPE, stdout=log, stderr=log, env=own, start_new_session=True)
             atexit.register(_end, process, folder)
         else:
-            ask(before, [], own, dict.fromkeys((1, 2), log.fileno()), serves=str(folder), modules=modules)
+            ask(_started_for(before), [], own, dict.fromkeys((1, 2), log.fileno()), serves=str(folder), modules=modules)
             atexit.register(shutil.rmtree, folder)
     deadline = time.monotonic() + SECONDS
     while not (folder / "ready").exists():
