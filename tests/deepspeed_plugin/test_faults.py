@@ -66,7 +66,7 @@ def test_a_rank_that_is_paused_for_three_times_the_timeout_goes_on_and_so_does_a
     start: Any, tmp_path: Path
 ) -> None:
     # worker 0 is slow: it goes on alone while worker 1 is paused, and both are needed after that
-    job = start("10,1", worker_timeout=1, total_steps=1000, snapshot_seconds=0.2)
+    job = start("20,4", worker_timeout=1, total_steps=300, snapshot_seconds=0.2)
     run_dir = tmp_path / "run"
     wait_until(lambda: min(count(run_dir, 0), count(run_dir, 1)) > 2, 300)
     pid = rank(tmp_path, 1)
