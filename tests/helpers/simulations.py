@@ -101,9 +101,12 @@ def tiny_experiment(tmp_path: Path, method: dict[str, Any], **changes: Any) -> E
 
 def tiny_trial(tmp_path: Path, method: dict[str, Any], log: Log, **changes: Any) -> Trial:
     """One method on one cluster, on the CPU unless ``device`` says otherwise."""
-    given = tiny_experiment(tmp_path, method, **changes)
+    return trial_of(tiny_experiment(tmp_path, method, **changes), log, changes.get("device", "cpu"))
+
+
+def trial_of(given: Experiment, log: Log, device: str = "cpu") -> Trial:
     torch.manual_seed(given.seed)
-    problem = Gaussians(given.seed, torch.device(changes.get("device", "cpu")), samples=64, hidden=2)
+    problem = Gaussians(given.seed, torch.device(device), samples=64, hidden=2)
     (cluster,) = given.clusters.values()
     order = ShardOrder(shard_sizes(problem.samples, cluster.workers), given.seed)
     model = SharedModel(problem, given.head.batch_size, order, given.seed)

@@ -1,5 +1,6 @@
 """A simulation that is stopped, wherever that is, goes on as if it had not been."""
 
+import copy
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from fairseq_async.simulation.records import Records
 from fairseq_async.simulation.trial import Trial
 from scripts.faults.digest import digest
 from tests.helpers.covering import covering
-from tests.helpers.simulations import Log, tiny_trial
+from tests.helpers.simulations import Log, tiny_experiment, trial_of
 
 pytestmark = pytest.mark.usefixtures("recipe_rules")
 
@@ -124,14 +125,14 @@ def test_a_run_that_is_stopped_again_and_again_writes_what_the_undisturbed_one_w
     tmp_path: Path, method: dict[str, Any], cluster: dict[str, Any], every: int
 ) -> None:
     """Receipts and reports whole, with the seconds that workers waited for a busy server; then all of the state."""
-    logs = Log(), Log()
-    straight, stopped = (tiny_trial(tmp_path, method, log, cluster=cluster) for log in logs)
+    logs, given = (Log(), Log()), tiny_experiment(tmp_path, method, cluster=cluster)
+    straight, stopped = (trial_of(copy.deepcopy(given), log) for log in logs)
     happened = 0
     while straight.advance():
         assert stopped.advance()
         happened += 1
         if happened % every == 0:
-            stopped = saved_and_loaded(stopped, lambda: tiny_trial(tmp_path, method, logs[1], cluster=cluster))
+            stopped = saved_and_loaded(stopped, lambda: trial_of(copy.deepcopy(given), logs[1]))
         assert logs[1].lines() == logs[0].lines(), f"after {happened} happenings"
     assert not stopped.advance() and len(logs[0].events) > 3
     assert digest(stopped.state_dict()) == digest(straight.state_dict())
