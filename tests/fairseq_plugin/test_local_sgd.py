@@ -91,7 +91,7 @@ def test_a_worker_that_comes_after_the_first_checkpoint_begins_with_its_own_data
     last, late = tmp_path / "run" / "checkpoint_last.pt", tmp_path / "late.py"
     late.write_text(COMES_LATE.format(worker=WORKER, last=str(last), events=str(last.parent / "events.jsonl")))
     launch = [command("fairseq-async"), "launch", "--workers", 2, "--", "fairseq-train", data, *MODEL, *method]
-    flags = ["--max-update", 60, "--disable-validation", "--record", "--save-dir", last.parent]
+    flags = ["--max-update", 30, "--disable-validation", "--record", "--save-dir", last.parent]
     code, output = processes.run([*launch, *flags], **{PLUGINS: str(late)})
     assert code == 0, output
     first = next(event for event in events(last.parent) if event["worker"] == 1)

@@ -50,7 +50,7 @@ def test_the_barrier_is_fairseqs_synchronous_run(
 
 @pytest.mark.usefixtures("executed")
 def test_two_asynchronous_workers_learn_and_leave_what_was_promised(
-    launch: Launch, processes: Processes, data: Path, tmp_path: Path
+    launch: Launch, processes: Processes, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensorboard = tmp_path / "tensorboard"
     code, output = launch(
@@ -77,6 +77,7 @@ def test_two_asynchronous_workers_learn_and_leave_what_was_promised(
         assert f'"{quantity}"' in log.read_text()
     assert list(tensorboard.glob("train_inner/events*")) and list(tensorboard.glob("worker1/train_inner/events*"))
     assert not [line for line in (tmp_path / "logs/worker-1.log").open() if " | valid | " in line]
+    monkeypatch.undo()  # what generates is no program of ours
     check_generation(processes, data, tmp_path)
 
 
