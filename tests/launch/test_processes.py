@@ -143,17 +143,6 @@ def test_the_last_output_of_a_process_that_has_ended_has_a_second() -> None:
     its._thread.join.assert_called_once_with(1.0)
 
 
-def test_the_last_words_of_a_worker_that_was_started_again_are_its_own(tmp_path: Path) -> None:
-    """A mistake that it had not made again would end the run."""
-    processes, said = launcher_of(tmp_path, 1, "sh", "-c", 'printf "$WORDS"; exit 3').processes, []
-    (worker,) = processes.workers
-    for words in ("error: the first\n", "", "error: the third\n"):
-        processes.start(worker, None, {"WORDS": words})
-        worker.process.wait(10)
-        said.append(processes.last_words(worker))
-    assert said == ["error: the first", "", "error: the third"]
-
-
 def test_what_a_worker_has_left_in_its_group_dies_with_the_run_though_it_ignores_sigterm(tmp_path: Path) -> None:
     launcher = launcher_of(tmp_path, 2, "sh", "-c", "(trap '' TERM; echo ready; exec sleep 60) & exec sleep 60")
     for worker in launcher.processes.workers:
