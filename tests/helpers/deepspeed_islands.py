@@ -22,7 +22,7 @@ import fairseq_async.deepspeed_plugin as deepspeed_async
 from fairseq_async.environment import RANKS
 from fairseq_async.options.addresses import free_port
 
-STEPS, BATCH = 25, 4
+STEPS, BATCH = 50, 4
 ADAM = {"type": "AdamW", "params": {"lr": 0.005, "weight_decay": 0.1, "torch_adam": True}}
 WARM_UP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.005, "warmup_num_steps": 5}}
 SGD = {"type": "SGD", "params": {"lr": 0.05}}
