@@ -238,6 +238,20 @@ def test_who_does_not_come_with_its_share_costs_the_others_a_grace_once() -> Non
     assert not waiting.continues(None, [0], 120.5), "who hangs began its share before this step"
 
 
+@pytest.mark.parametrize(("first", "later"), [(6, 2 * 1.4826 * 0.2), (1, 0.0)], ids=["shares", "equal numbers"])
+def test_whose_times_are_uneven_is_due_two_deviations_later_where_it_shares_a_step(first: int, later: float) -> None:
+    waiting = NearArrivals(0.5)
+    for step, took in enumerate((5.9, 6.3, 6.1, 5.7, 6.5)):
+        for worker, seconds in enumerate((1.03, 6.1, took)):
+            waiting.begin_work(worker, 10.0 * step)
+            waiting.continues(worker, (), 10.0 * step + seconds)
+        waiting.close()
+    for worker, count in enumerate((first, 1, 1)):
+        waiting.begin_work(worker, 100.0, count)
+    waiting.continues(1, (), 106.1)
+    assert waiting.continues(None, [2], 106.1) and waiting.deadline == pytest.approx(106.1 + later + 3.05)
+
+
 @pytest.mark.parametrize(("others", "waits"), [(2, True), (1, False)], ids=["86%", "79%"])
 def test_a_step_is_waited_for_if_it_uses_four_fifths_of_its_workers_time(others: int, waits: bool) -> None:
     waiting = shared(NearArrivals(0.5), (1, 1.0), *[(2, 0.9)] * others)

@@ -14,6 +14,7 @@ _ROUNDING = 1e-9  # of the time that work takes
 _MEASURED = 3  # first steps, for which shares wait until all speeds are known
 _SLOWEST = 8.0  # times the fastest worker's time: for one slower than that, the first step does not wait
 _OVERDUE = 2.0  # times a worker's own time, for which the other two wait
+_UNEVEN = 2.0  # standard deviations of a worker's own time, for which a step of unequal shares waits longer
 _BUSY = 0.8  # of its workers' time, that a step of unequal shares has to use to be waited for as a whole
 
 
@@ -51,7 +52,8 @@ class NearArrivals(Waiting):
     Workers of unequal numbers of micro-batches were given them to be done together, as nearly as whole micro-batches
     allow. All workers that have begun since the last step are then near, whenever they are due, if their step uses at
     least four fifths of their time until the last of them is due. Otherwise one of them, with its single micro-batch,
-    is too slow for the others to wait for it.
+    is too slow for the others to wait for it. Where the times of such a worker are uneven, it is due two of their
+    standard deviations later: the others would be done hardly sooner without it, and a late gradient is dear.
 
     A near worker that does not come is waited for until a grace after it was due. A wrong estimate costs that much
     once: afterwards the worker is not near any more. In the first step no time is known, and all workers are taken to
@@ -110,9 +112,9 @@ class NearArrivals(Waiting):
         grace = min(graces.values(), default=0.0)
         expected = [worker for worker in others if worker in self._begun and self._is_known(worker)]
         measures = self.shares and max(map(len, self._took.values()), default=0) <= _MEASURED
-        times = {worker: self._expected_seconds(worker, measures) for worker in expected}
-        due = {worker: self._begun[worker] + self._number(worker) * seconds for worker, seconds in times.items()}
         together = self._in_step if measures or self._is_balanced() else set[int]()
+        times = {worker: self._expected_seconds(worker, measures, worker in together) for worker in expected}
+        due = {worker: self._begun[worker] + self._number(worker) * seconds for worker, seconds in times.items()}
         in_time = [at for worker, at in due.items() if worker in together or at <= until + _ROUNDING * grace]
         near = [at + grace for at in in_time if at + grace > now]
         self.deadline = max(near, default=now)
@@ -143,10 +145,13 @@ class NearArrivals(Waiting):
     def _is_known(self, worker: int) -> bool:
         return self._first_step or worker in self._took
 
-    def _expected_seconds(self, worker: int, measures: bool) -> float:
+    def _expected_seconds(self, worker: int, measures: bool, together: bool) -> float:
         """Returns the time of a micro-batch, at most, of a worker that is near."""
         if worker in self._step_times:
-            return self._step_times[worker].seconds * (_OVERDUE if measures else 1.0)
+            step = self._step_times[worker]
+            if measures:
+                return _OVERDUE * step.seconds
+            return step.seconds + (_UNEVEN * step.spread if together else 0.0)
         return self._fastest().seconds * (_SLOWEST if measures else 1.0)
 
     def _number(self, worker: int) -> int:
