@@ -125,10 +125,13 @@ def test_what_a_dead_worker_has_left_is_killed_before_another_takes_its_place(
     worker.process.wait(30)
     wait_until(lambda: worker.log.read_text().endswith("\n"))
     (child,) = worker.log.read_text().split()
-    commands = Path(f"/proc/{child}/cmdline")  # empty once it has died
+    state = Path(f"/proc/{child}/stat")  # its command line is empty, too, while it is executed
 
     def is_dead() -> bool:
-        return not commands.exists() or not commands.read_bytes()
+        try:
+            return state.read_text().rpartition(") ")[2][0] in "ZX"
+        except (FileNotFoundError, ProcessLookupError):
+            return True
 
     def start(worker: Worker) -> None:
         wait_until(is_dead, 5)
