@@ -154,7 +154,9 @@ def test_rates_go_by_the_progress_by_which_a_trainer_counts_but_for_those_of_a_s
 ) -> None:
     """That of the run never goes back: a Trainer would log a step with the rate of one that it had logged before."""
     followed = list[float]()
-    engine: Any = SimpleNamespace(_own=MagicMock(), _followed=SimpleNamespace(follow=followed.append))
+    engine: Any = LocalEngine.__new__(LocalEngine)
+    nn.Module.__init__(engine)
+    engine._own, engine._followed = MagicMock(), SimpleNamespace(follow=followed.append)
     engine.async_worker = SimpleNamespace(shard=shard, progress=4.0, run_progress=9.0)
     LocalEngine._set_learning_rates(engine)
     assert followed == [follows]
@@ -440,8 +442,7 @@ def test_a_worker_that_joins_late_begins_with_the_learning_rate_of_the_runs_prog
     engine, drawn = SavingEngine(tmp_path), SGD([Parameter(torch.zeros(1))], lr=1.0)
     engine._followed = FollowedSchedule(LambdaLR(drawn, lambda step: 0.5**step), drawn)
     monkeypatch.setattr(AsyncEngine, "_exchange_first_parameters", lambda engine, state: None)
-    cast(Any, engine.async_worker).run_progress, cast(Any, engine.async_worker).shard = 3.0, None
-    monkeypatch.setattr(engine, "_set_learning_rates", partial(LocalEngine._set_learning_rates, cast(Any, engine)))
+    vars(engine.async_worker).update(run_progress=3.0, shard=None)
     AsyncEngine._join(engine, None)
     assert drawn.param_groups[0]["lr"] == 0.125
 

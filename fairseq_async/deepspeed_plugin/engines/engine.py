@@ -339,8 +339,9 @@ class AsyncEngine(DeepSpeedEngine):
         return None
 
     def _set_learning_rates(self) -> None:
-        """Sets the optimizer's learning rates to those of the run's progress."""
-        raise NotImplementedError
+        """Sets the optimizer's learning rates to those of the run's progress, which never goes back: a ``Trainer``
+        counts its steps by it, upwards only."""
+        self._followed.follow(self.async_worker.run_progress)
 
     @errors_in_one_line()
     def _check_followed(self) -> None:

@@ -91,10 +91,11 @@ class LocalEngine(AsyncEngine):
         return super().progress
 
     def _set_learning_rates(self) -> None:
-        """Sets the rates as :meth:`AsyncEngine._set_learning_rates`, and where they follow the whole run, never back: a
-        ``Trainer`` counts its steps by the same progress, upwards only."""
-        worker = self.async_worker
-        self._followed.follow(worker.run_progress if worker.shard is None else worker.progress)
+        """Sets the rates as :meth:`AsyncEngine._set_learning_rates`, or those of the shard's progress."""
+        if self.async_worker.shard is None:
+            super()._set_learning_rates()
+        else:
+            self._followed.follow(self.async_worker.progress)
         self._own.note()  # the end of each step, and of the join
 
     def pull(self) -> None:
