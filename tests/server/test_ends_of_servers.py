@@ -62,10 +62,10 @@ class Server:
         self.clock.now = 1000.0 + seconds
         return self.loop._over()
 
-    def enter(self, worker: int) -> Connection:
+    def enter(self, worker: int, updates_per_step: int = 1) -> Connection:
         connection = Connection(self.service)
         connection.introduce(worker)
-        spec = halving_spec(1, waits_for_dead=False, worker_timeout=60.0)
+        spec = halving_spec(updates_per_step, waits_for_dead=False, worker_timeout=60.0)
         if not connection.ask(Hello(spec, LAYOUT, remote=False), Welcome).initialised:
             slot(self.service, 0).zero_()
             connection.ask(Initialise(False), Welcome)
@@ -140,6 +140,20 @@ def test_a_finished_run_waits_longer_for_a_worker_0_that_died_than_for_others(se
     assert not server.over_at(1.0) and not server.over_at(59.0)
     Connection(server.service).introduce(0, instance="again")
     assert not server.over_at(60.0) and server.over_at(62.0)
+
+
+def test_a_finished_run_does_not_wait_until_another_worker_has_loaded_its_model(server: Server) -> None:
+    """It shows life meanwhile, and can lose nothing."""
+    server.enter(0).send(Leave(True))
+    late = Connection(server.service)
+    late.introduce(1)
+    server.loop.peers = [late.peer]
+    found = []
+    for seconds in (1.0, 19.0, 21.0):
+        server.clock.now = 1000.0 + seconds
+        late.send(Alive())
+        found.append(server.over_at(seconds))
+    assert found == [False, False, True]
 
 
 def test_a_finished_run_that_was_stopped_waits_for_late_workers_as_long_as_any_other(server: Server) -> None:
@@ -220,15 +234,19 @@ def test_the_next_run_waits_until_the_one_before_is_gone(server: Server, tmp_pat
     assert not ending_path(tmp_path).exists(), "nobody waits for it once more"
 
 
+@pytest.mark.parametrize("sends", [False, True], ids=["nothing", "half a step"])
 @pytest.mark.parametrize("asked", [True, False])
 def test_before_the_first_update_only_a_server_that_was_asked_to_end_keeps_nothing(
-    server: Server, tmp_path: Path, asked: bool
+    server: Server, tmp_path: Path, asked: bool, sends: bool
 ) -> None:
-    """A Ray actor that dies with its node is made again on another one, and its workers have these parameters."""
-    server.enter(0)
+    """A Ray actor that dies with its node is made again on another one, and its workers have these parameters. A
+    gradient that was acknowledged is in the state before the step that it is a part of."""
+    first = server.enter(0, updates_per_step=2)
     take_snapshot(server.service)
+    if sends:
+        assert first.ask(Push(0, 0, 1.0, Report()), PushReply).version == 0
     program._keep(server.service, asked)
-    assert bool(list(tmp_path.glob("snapshots/version-*.pt"))) != asked
+    assert bool(list(tmp_path.glob("snapshots/version-*.pt"))) != (asked and not sends)
 
 
 def test_a_run_that_worker_0_ends_before_the_first_update_has_no_result(server: Server, tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def test_the_standby_becomes_the_server_and_another_one_waits(start_server: Star
     server = start_server(restarts=2)
     first = join_patiently(server, 0, snapshot_seconds=1e-3)
     standby = standby_of(server)
+    assert os.getsid(standby) not in (os.getsid(0), os.getsid(server.process.pid)), "a signal to all does not end both"
     push(first, 0, 0.5)
     wait_until(lambda: snapshot_versions(tmp_path)[-1:] == [1])
     kill(server)
