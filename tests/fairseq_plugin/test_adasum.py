@@ -8,11 +8,12 @@ import torch
 from tests.helpers.fairseq_jobs import ADAM, ADASUM, SGD, Job, checkpoint_differences, run_jobs
 from tests.helpers.run_files import load, relative_differences
 
+AVERAGED = [*ADASUM, *ADAM, "--adasum-sync-state", 4]
 JOBS = {
-    "adam_straight": Job(2, [*ADASUM, *ADAM, "--max-update", 26]),
-    "adam_first_part": Job(2, [*ADASUM, *ADAM, "--max-update", 17]),
-    "adam_second_part": Job(2, [*ADASUM, *ADAM, "--max-update", 26], goes_on="adam_first_part"),
-    "adam_synchronised": Job(2, [*ADASUM, *ADAM, "--max-update", 8, "--adasum-sync-state", 4]),
+    "adam_straight": Job(2, [*AVERAGED, "--max-update", 26]),
+    "adam_first_part": Job(2, [*AVERAGED, "--max-update", 17]),
+    "adam_second_part": Job(2, [*AVERAGED, "--max-update", 26], goes_on="adam_first_part"),
+    "adam_synchronised": Job(2, [*AVERAGED, "--max-update", 8]),
     "sgd_gradient": Job(2, [*ADASUM, *SGD, "--clip-norm", 0, "--max-update", 14]),
     "sgd_delta": Job(2, [*ADASUM, *SGD, "--clip-norm", 0, "--max-update", 14, "--adasum-form", "delta"]),
     "lamb": Job(2, [*ADASUM, "--inner-optimizer", "lamb", "--max-update", 60, "--update-freq", 2, "--lr", "2e-2"]),
@@ -29,7 +30,8 @@ def jobs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]
 
 
 def test_stopping_and_going_on_in_the_delta_form_changes_no_bit(jobs: dict[str, Job]) -> None:
-    """Each rank goes on with its own moments; the stop falls into the middle of the second epoch."""
+    """Each rank goes on with its own moments, which are averaged after the same steps; the stop falls into the middle
+    of the second epoch."""
     straight, parts = (load(jobs[name].checkpoint) for name in ("adam_straight", "adam_second_part"))
     differences = relative_differences(jobs["adam_straight"].checkpoint, jobs["adam_second_part"].checkpoint)
     assert set(differences.values()) == {0.0}

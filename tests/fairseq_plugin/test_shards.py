@@ -44,23 +44,32 @@ class Numbers(Dataset[int]):
         return self.first + index
 
 
-def iterator(batches: int, shards: int = 1, shard: int = 0, first: int = 0) -> EpochBatchIterator:
+class NumbersOfEpochs(Numbers):
+    """Samples that are others in each epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.first = 100 * epoch
+
+
+def iterator(
+    batches: int, shards: int = 1, shard: int = 0, first: int = 0, kind: type[Numbers] = Numbers
+) -> EpochBatchIterator:
     """fairseq's own, over batches of one sample."""
     numbers = [[number] for number in range(batches)]
-    return EpochBatchIterator(Numbers(first), list, numbers, 3, shards, shard, reuse_dataloader=True)
+    return EpochBatchIterator(kind(first), list, numbers, 3, shards, shard, reuse_dataloader=True)
 
 
-def batches(total: int, shards: int) -> ShardedBatches:
-    whole = iterator(total)
+def batches(total: int, shards: int, kind: type[Numbers] = Numbers) -> ShardedBatches:
+    whole = iterator(total, kind=kind)
     return ShardedBatches([DataShard(whole, number, shards) for number in range(shards)], fixed=False)
 
 
 @given(st.data())
 def test_a_batch_of_a_shard_is_that_of_fairseqs_rank_in_whatever_order_they_are_drawn(choices: st.DataObject) -> None:
     total, shards = choices.draw(st.integers(4, 9)), choices.draw(st.integers(1, 4))
-    ranks = [iterator(total, shards, shard) for shard in range(shards)]
+    ranks = [iterator(total, shards, shard, kind=NumbersOfEpochs) for shard in range(shards)]
     expected = [[batch for _ in range(3) for batch in rank.next_epoch_itr()] for rank in ranks]
-    drawn = batches(total, shards)
+    drawn = batches(total, shards, NumbersOfEpochs)
     each = st.tuples(st.integers(0, shards - 1), st.integers(0, len(expected[0]) - 1))
     for shard, number in choices.draw(st.lists(each, max_size=12)):
         for follows in range(number, min(number + 2, len(expected[0]))):

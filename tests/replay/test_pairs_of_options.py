@@ -50,7 +50,7 @@ CHANGES = {"changes": {"compress": "pull=e3m0:block=2"}}
 LOCAL_SGD: dict[str, dict[str, Any]] = CODECS | {
     "fragments": {"local_steps": 6, "fragments": 3, "fragment_delay": 1},
     "overlap": {"overlap": True},
-    "weights": {"staleness_power": -0.5, "staleness_limit": 4},
+    "weights": {"staleness_power": -0.5, "staleness_limit": 3},
     "compensation": {"delay_compensation": 0.5},
     "by speed": {"dynamic_local_steps": True},
     "ahead": {"start_ahead": True},
