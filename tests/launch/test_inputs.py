@@ -132,18 +132,20 @@ def test_a_checkpoint_that_may_be_right_is_left_to_fairseq(
     check_inputs("local_sgd", [str(made(*PAIR)), "--save-dir", "run", *given])
 
 
+@pytest.mark.parametrize("suffix", ["", "-half"])
 def test_a_model_to_fine_tune_that_is_not_there_is_refused(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
     """Where the tuning has a checkpoint of its own, fairseq goes on from that, and the model may be gone."""
     monkeypatch.chdir(tmp_path)
-    command = [str(made(*PAIR)), "--save-dir", "run", "--finetune-from-model", "model.pt"]
+    own, model = [str(made(*PAIR)), "--save-dir", "run", f"--checkpoint-suffix={suffix}"], "--finetune-from-model"
+    command = [*own, model, "model.pt"]
     with pytest.raises(ConfigurationError, match="^--finetune-from-model model.pt: no such file$"):
         check_inputs("hybrid_async", command)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoint_last.pt").touch()
+    (tmp_path / "run" / f"checkpoint_last{suffix}.pt").touch()
     check_inputs("hybrid_async", command)
-    check_inputs("hybrid_async", [*command[:3], "--finetune-from-model", "s3://models/model.pt"])
+    check_inputs("hybrid_async", [*own, model, "s3://models/model.pt"])
 
 
 @pytest.mark.parametrize("method", ["hybrid_async", "local_sgd", "adasum", "adascale"])

@@ -156,6 +156,11 @@ def test_the_command_to_join_is_that_of_this_process_without_what_belongs_to_its
             "Traceback (most recent call last):\n  y\nAttributeError: 2\n",
             "ValueError: 1",
         ),
+        (
+            "Exception ignored in: <function D.__del__>\nTraceback (most recent call last):\n  y\nAttributeError: 2\n"
+            "Traceback (most recent call last):\n  x\nValueError: 1\n",
+            "ValueError: 1",
+        ),
         ("Traceback (most recent call last):\n  x\nOld: 1\n" + "step\n" * 30 + "Killed by hand\n", "Killed by hand"),
         (
             "usage: fairseq-train\nfairseq-train: error: argument --lr: bad\n\n",

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from fairseq_async.algorithms.rule import State
-from fairseq_async.errors import ExchangeError, RefusedError
+from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
 from fairseq_async.method.global_server import parse_upstream
 from fairseq_async.method.spec import MOST_LOCAL_STEPS
 from fairseq_async.protocol import Receipt, Report, Status
@@ -59,6 +59,12 @@ def from_snapshot(before: Coordinator, state: State) -> tuple[Coordinator, Upstr
     file.seek(0)
     upstream.load_state_dict(torch.load(file, weights_only=True))
     return coordinator, upstream
+
+
+@pytest.mark.parametrize("given", ["region=0,region=1", "outer-lr=1,outer_lr=1", "updates", "outer_lr=1,merge"])
+def test_a_key_of_the_option_has_one_value(given: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^--upstream host:1,{given}: write .*, each key once$"):
+        parse_upstream(f"host:1,{given}")
 
 
 def test_a_message_takes_what_was_moved_since_the_merge_and_the_answer_is_blended_in() -> None:

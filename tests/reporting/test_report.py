@@ -11,7 +11,7 @@ import pytest
 from fairseq_async import cli
 from fairseq_async.records.event_log import ROLLBACKS
 from fairseq_async.records.validations import VALIDATIONS, Validation, not_taken_back
-from fairseq_async.reporting import page
+from fairseq_async.reporting import page, plots
 from fairseq_async.reporting.plots import figures
 from fairseq_async.reporting.runs import load
 from scripts.faults.sgd_server import sgd_spec
@@ -157,3 +157,11 @@ def test_the_axis_of_tokens_has_a_few_short_numbers(tmp_path: Path) -> None:
     figure.canvas.draw()
     labels = [label.get_text() for label in figure.axes[1].get_xticklabels()]
     assert "3M" in labels and len(labels) <= 8
+
+
+def test_the_bars_of_each_run_are_its_shares(tmp_path: Path) -> None:
+    """Of updates in the one histogram, and of steps in the other: they add up to 1."""
+    runs = load([write_run(tmp_path / "fresh", 4, 1.0), write_run(tmp_path / "stale", 6, 1.0, staleness=2)])
+    for draw in (plots.staleness, plots.step_sizes):
+        of_runs = draw(runs).axes[0].containers
+        assert [[bar.get_height() for bar in bars] for bars in of_runs] == [[1.0], [1.0]]
