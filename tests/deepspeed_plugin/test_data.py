@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -253,6 +253,19 @@ def test_a_worker_may_have_nearly_all_micro_batches_of_a_step_where_the_server_d
         for count, _ in enumerate(batches, 1):
             assert count < 60
     assert count == most + 1 and f"error: {most + 1} batches were drawn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("average", [1, 4])
+def test_as_many_batches_in_each_step_as_the_configuration_says_are_drawn_for_any_number_of_steps(average: int) -> None:
+    """Of an engine that has gone on from its seventh step."""
+    engine: Any = SimpleNamespace(
+        workers=1, train_micro_batch_size_per_gpu=lambda: 2, gradient_accumulation_steps=lambda: average, global_steps=7
+    )
+    options: Any = SimpleNamespace(seed=1, total_steps=100)
+    made = arguments_with_data().make_loader(engine, [12], options, (0, 1), Position, {})
+    assert made is not None
+    for drawn, _ in enumerate(islice(made, 20 * average), 1):
+        engine.global_steps = 7 + drawn // average
 
 
 def test_more_batches_in_each_step_than_the_configuration_says_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,9 @@ def main(method: str, out: str) -> None:
     training = METHODS[method](model, optimizer, scheduler=schedule, total_steps=STEPS, run_dir=f"{out}.run")
     with training as worker:
         assert worker.rank == rank and worker.worker == rank // 2
+        flags = [False, distributed.get_rank() == 0, distributed.get_rank() == 1]
+        of_any = [worker.async_worker.client.on_any_rank(flag) for flag in flags]
+        assert of_any == [False, True, distributed.get_world_size() == 2], "one rank's flag is the worker's"
         for step in range(STEPS):
             optimizer.zero_grad()
             backward(model, step, rank)
