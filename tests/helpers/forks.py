@@ -8,6 +8,7 @@ process to process and not from fork to fork: the order in sets of texts. The pr
 
 import atexit
 import contextlib
+import copy
 import ctypes
 import fcntl
 import gc
@@ -37,8 +38,22 @@ from tests.helpers.forked import SCRIPTS, Forked, is_python  # noqa: E402
 
 FOLDER, MODULES = Path(sys.argv[1]), sys.argv[2:]
 OURS = ("fairseq_async", "recipes", "scripts", "tests")
-# Layers of our package in which a program leaves nothing behind; to import them takes most of the time of its imports.
-SHARED = ("environment", "algorithms", "options", "method", "protocol", "exchange", "records")
+# What of our package is imported before all programs, which takes most of the time of their imports: layers that need
+# no framework, and, where a framework is here, what plugs into it and changes nothing of it until it is called.
+SHARED = ("environment", "algorithms", "options", "method", "protocol", "exchange", "records", "collective")
+SHARED += ("server", "worker", "pytorch/__init__")
+WITH = {"deepspeed": "deepspeed_plugin/__init__", "transformers": "pytorch/hf_trainer"}
+LEFT = {  # what a program leaves there
+    "errors": ["_failures"],
+    "method.methods": ["_imported"],  # each program imports its own plug-ins
+    "worker.start.process": ["_own"],
+    "worker.start.store": ["_kept"],
+    "worker.start.world": ["_entered"],
+    "pytorch.training": ["_runs"],
+    "pytorch.hf_trainer": ["_callbacks", "_divisions"],
+    "deepspeed_plugin.initialize": ["_made"],
+}
+KEPT: set[str] = set()  # these modules
 GIVEN = (str(Path(__file__).parents[2]), str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(":"))
 INSTALLED = [path for path in sys.path if path not in GIVEN]
 EXECVE = os.execve
@@ -156,9 +171,10 @@ def prepare(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
         for name in [name for name in sys.modules if is_ours(name)]:
             del sys.modules[name]
         errors = sys.modules[f"{OURS[0]}.errors"]
-        errors._failures.clear()
         errors.spell_options(errors.as_flag)
-        sys.modules[f"{OURS[0]}.method.methods"]._imported.clear()  # each program imports its own plug-ins
+        for module, names in LEFT.items():
+            for name in names if f"{OURS[0]}.{module}" in KEPT else ():
+                getattr(sys.modules[f"{OURS[0]}.{module}"], name).clear()
         registered = sys.modules[f"{OURS[0]}.method.rules"].OUTER_RULES
         for name in registered.keys() - OWN_RULES:
             del registered[name]
@@ -186,8 +202,7 @@ def set_variables(variables: Mapping[str, str]) -> None:
 
 def is_ours(name: str) -> bool:
     """Whether a program imports this module of ours itself."""
-    first, *rest = name.split(".")
-    return first in OURS and rest[:1] != ["errors"] and not (first == OURS[0] and rest and rest[0] in SHARED)
+    return name.split(".")[0] in OURS and name not in KEPT
 
 
 def note(record: str) -> None:
@@ -378,8 +393,20 @@ def serve(listener: socket.socket) -> None:
 
 
 def parse_flags() -> None:
-    """As a process of fairseq begins: Hydra looks for its plug-ins the first time, and its parser makes its tables."""
+    """As a process of fairseq begins: Hydra looks for its plug-ins the first time, and its parser makes its tables.
+
+    What it has parsed it needs not parse again: of some 250 settings, a process sets a dozen.
+    """
     options, utils = map(importlib.import_module, ("fairseq.options", "fairseq.dataclass.utils"))
+    parser = importlib.import_module("hydra.core.override_parser.overrides_parser").OverridesParser
+    parse, parsed = parser.parse_rule, {}
+
+    def remembered(self: Any, text: str, rule: str) -> Any:
+        if (text, rule) not in parsed:
+            parsed[text, rule] = parse(self, text, rule)
+        return copy.copy(parsed[text, rule])
+
+    parser.parse_rule = remembered
     args = options.parse_args_and_arch(options.get_training_parser(), ["", "--arch", "transformer"])
     with warnings.catch_warnings():  # a fork gives them again
         utils.convert_namespace_to_omegaconf(args)
@@ -411,11 +438,19 @@ def import_and_serve(folder: Path, modules: Sequence[str]) -> NoReturn:
     sys.modules["torch"].set_num_threads(1)
     if "fairseq" in sys.modules:
         parse_flags()
+    if "deepspeed" in MODULES:  # it asks for this with each Adam, and each answer takes a second
+        cpuinfo = importlib.import_module("cpuinfo")
+        known = cpuinfo.get_cpu_info()
+        cpuinfo.get_cpu_info = lambda: known
     sys.meta_path.insert(0, Hidden())
-    for name in SHARED:
-        path = Path(__file__).parents[2] / OURS[0] / name
-        for each in sorted(path.rglob("*.py")) or [path]:
-            importlib.import_module(".".join(each.relative_to(path.parents[1]).with_suffix("").parts))
+    package = Path(__file__).parents[2] / OURS[0]
+    for layer in (*SHARED, *(ours for theirs, ours in WITH.items() if theirs in sys.modules)):
+        for path in sorted((package / layer).rglob("*.py")) or [package / layer]:
+            parts = path.relative_to(package.parent).with_suffix("").parts
+            if "programs" not in parts:
+                importlib.import_module(".".join(parts).removesuffix(".__init__"))
+    # but the programs, which runpy imports itself
+    KEPT.update(name for name in sys.modules if name.startswith(f"{OURS[0]}.") and ".programs" not in name)
     OWN_RULES.update(sys.modules[f"{OURS[0]}.method.rules"].OUTER_RULES)
     make_parsers()
     listener = listening(FOLDER)
