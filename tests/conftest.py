@@ -23,6 +23,7 @@ from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.hosts import Cable, Host, other_host
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.commands import MODEL, PACKAGE, ROOT, Processes, command, launch_command, train_alone
+from tests.helpers.forked import seed_what_is_here
 from tests.helpers.forking import USUAL, install
 from tests.helpers.server_client import SGD_SERVER, StartServer, StartThreadServer
 
@@ -31,6 +32,7 @@ from tests.helpers.server_client import SGD_SERVER, StartServer, StartThreadServ
 settings.register_profile("patient", deadline=None, derandomize=False, print_blob=True)
 settings.load_profile("patient")
 torch.set_num_threads(1)
+seed_what_is_here()
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile the package
 sys.dont_write_bytecode = False
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a background job, and so in what we start

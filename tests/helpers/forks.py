@@ -34,7 +34,7 @@ from types import ModuleType
 from typing import Any, NoReturn, get_args
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.helpers.forked import SCRIPTS, Forked, is_python  # noqa: E402
+from tests.helpers.forked import SCRIPTS, Forked, is_python, seed_what_is_here  # noqa: E402
 
 FOLDER, MODULES = Path(sys.argv[1]), sys.argv[2:]
 OURS = ("fairseq_async", "recipes", "scripts", "tests")
@@ -436,6 +436,7 @@ def import_and_serve(folder: Path, modules: Sequence[str]) -> NoReturn:
             importlib.import_module(name)
     del sys.modules["torchaudio"]
     sys.modules["torch"].set_num_threads(1)
+    seed_what_is_here()
     if "fairseq" in sys.modules:
         parse_flags()
     if "deepspeed" in MODULES:  # it asks for this with each Adam, and each answer takes a second
