@@ -60,7 +60,8 @@ class ParameterWatch:
         if device.type == "cuda":
             return self._on_gpu.setdefault(device, _RowsAtOnce()).sums(tensors)
         rows = [_rows(tensor) for tensor in tensors]
-        return torch.cat([part for parts in rows for part in parts]), [sum(map(len, parts)) for parts in rows]
+        counts = [sum(part.numel() for part in parts) for parts in rows]
+        return torch.cat([part for parts in rows for part in parts]), counts
 
 
 class WholeWatch:
@@ -227,7 +228,8 @@ def _rows(tensor: Tensor) -> list[Tensor]:
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()
     bits = flat.view(_INTEGERS[flat.element_size()])
-    whole = len(bits) - len(bits) % (8 // flat.element_size())
+    count = bits.numel()
+    whole = count - count % (8 // flat.element_size())
     words = bits[:whole].view(torch.int64)
-    in_rows = len(words) - len(words) % _WIDTH
+    in_rows = words.numel() - words.numel() % _WIDTH
     return [words[:in_rows].view(-1, _WIDTH).sum(1), words[in_rows:], bits[whole:].long()]
