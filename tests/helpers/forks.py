@@ -45,7 +45,6 @@ SHARED += ("server", "worker", "pytorch/__init__")
 WITH = {"deepspeed": "deepspeed_plugin/__init__", "transformers": "pytorch/hf_trainer"}
 LEFT = {  # what a program leaves there
     "errors": ["_failures"],
-    "method.methods": ["_imported"],  # each program imports its own plug-ins
     "worker.start.process": ["_own"],
     "worker.start.store": ["_kept"],
     "worker.start.world": ["_entered"],
@@ -168,16 +167,7 @@ def prepare(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
     atexit._clear()
     gc.freeze()  # what the parent has left open must not be closed here, by numbers that now are others'
     if "fairseq" not in sys.modules:  # else what is registered with it would be registered twice
-        for name in [name for name in sys.modules if is_ours(name)]:
-            del sys.modules[name]
-        errors = sys.modules[f"{OURS[0]}.errors"]
-        errors.spell_options(errors.as_flag)
-        for module, names in LEFT.items():
-            for name in names if f"{OURS[0]}.{module}" in KEPT else ():
-                getattr(sys.modules[f"{OURS[0]}.{module}"], name).clear()
-        registered = sys.modules[f"{OURS[0]}.method.rules"].OUTER_RULES
-        for name in registered.keys() - OWN_RULES:
-            del registered[name]
+        import_anew()
     # what the parent's streams know of their files, such as that one can seek in them, is not true of these
     encoding, _, errors = variables.get("PYTHONIOENCODING", "utf-8").partition(":")
     sys.stdout = open(1, "w", encoding=encoding, errors=errors or None, closefd=False)  # noqa: SIM115
@@ -192,6 +182,24 @@ def prepare(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
     record = json.dumps({"arguments": list(arguments), "variables": dict(variables)})
     note(record)
     os.register_at_fork(after_in_child=lambda: note(record))  # as /proc shows the same of both
+
+
+def import_anew() -> None:
+    """Lets the program import our package, but for what is as it would be then."""
+    if KEPT and sys.modules[f"{OURS[0]}.method.methods"]._imported:
+        KEPT.clear()  # a plug-in of the parent's may have changed any of them
+    for name in [name for name in sys.modules if is_ours(name)]:
+        del sys.modules[name]
+    if not KEPT:
+        return
+    errors = sys.modules[f"{OURS[0]}.errors"]
+    errors.spell_options(errors.as_flag)
+    for module, names in LEFT.items():
+        for name in names if f"{OURS[0]}.{module}" in KEPT else ():
+            getattr(sys.modules[f"{OURS[0]}.{module}"], name).clear()
+    registered = sys.modules[f"{OURS[0]}.method.rules"].OUTER_RULES
+    for name in registered.keys() - OWN_RULES:
+        del registered[name]
 
 
 def set_variables(variables: Mapping[str, str]) -> None:
