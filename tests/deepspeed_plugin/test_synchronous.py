@@ -39,6 +39,7 @@ LONG = ADASCALE | {"total_steps": 24}
 CASES: dict[str, dict[str, Any]] = {
     **{f"gradient_{stage}": {"config": configured(ADASUM, **zero(stage))} for stage in (0, 1, 2)},
     **{f"delta_{stage}": {"config": configured(ADASUM, ADAM, **zero(stage))} for stage in (0, 1, 2)},
+    "delta_averaged": {"config": configured(ADASUM | {"sync_state": 2}, ADAM, **zero(1))},
     "accumulated": {"config": configured(ADASUM, gradient_accumulation_steps=2, **zero(1))},
     "clipped": {"config": configured(ADASUM, gradient_clipping=0.05)},
     "clipped_delta": {"config": configured(ADASUM | {"total_steps": 1, "clip_delta": 0.01}, ADAM)},
@@ -49,8 +50,8 @@ CASES: dict[str, dict[str, Any]] = {
     "adasum_by_hand": {"config": configured(ADASUM), "by_hand": True},
     "adascale_by_hand": {"config": configured(ADASCALE), "by_hand": True},
     "unstepped": {"config": configured(ADASUM), "from": 2},
-    "straight": {"config": configured(ADASUM, ADAM, **zero(1)), "save_at": 4},
-    "resumed": {"config": configured(ADASUM, ADAM, **zero(1)), "load": "straight"},
+    "straight": {"config": configured(ADASUM | {"sync_state": 5}, ADAM, **zero(1)), "save_at": 4},
+    "resumed": {"config": configured(ADASUM | {"sync_state": 5}, ADAM, **zero(1)), "load": "straight"},
     "half": {"config": configured(ADASUM | {"total_steps": 8}, ADAM, **BF16), "save_at": 8},
     "half_weights": {"config": configured(ADASUM | {"total_steps": 9}, ADAM, **BF16), "load": "half", "weights": True},
     "from_nothing": {"config": configured(ADASUM), "load": "no such directory"},
@@ -144,8 +145,9 @@ def test_gradients_are_combined_before_the_step(results: Any, name: str, accumul
     close(both[0]["model"], model)
 
 
-@pytest.mark.parametrize("name", ["delta_0", "delta_1", "delta_2"])
-def test_with_adam_what_the_ranks_did_is_combined(results: Any, name: str) -> None:
+@pytest.mark.parametrize(("name", "every"), [("delta_0", 9), ("delta_1", 9), ("delta_2", 9), ("delta_averaged", 2)])
+def test_with_adam_what_the_ranks_did_is_combined(results: Any, name: str, every: int) -> None:
+    """After so many steps each the ranks have the mean of their moments."""
     both = results(name)
     model, replicas = network().double(), [network().double() for _ in range(2)]
     optimizers = [torch.optim.AdamW(replica.parameters(), lr=0.01, weight_decay=0.0) for replica in replicas]
@@ -160,6 +162,11 @@ def test_with_adam_what_the_ranks_did_is_combined(results: Any, name: str) -> No
         with torch.no_grad():
             for parameter, *pair in zip(model.parameters(), *(r.parameters() for r in replicas), strict=True):
                 parameter.add_(adasum([each.detach() - parameter for each in pair]))
+        states = [optimizer.state.values() for optimizer in optimizers] if step % every == every - 1 else []
+        for one, other in zip(*states, strict=True):
+            for moment in ("exp_avg", "exp_avg_sq"):
+                one[moment].add_(other[moment]).div_(2)
+                other[moment].copy_(one[moment])
     close(both[0]["model"], model, 1e-4)
 
 
