@@ -14,10 +14,19 @@ from unittest.mock import MagicMock, call
 
 import pytest
 
+from fairseq_async.cli import run
+from fairseq_async.environment import RENDEZVOUS, TOKEN
+from fairseq_async.launch import launcher, serve
+from fairseq_async.launch.command.command import WorkerCommand
+from fairseq_async.launch.command.script import ScriptCommand
+from fairseq_async.launch.options import LaunchOptions
+from fairseq_async.launch.progress.display import Display
+from fairseq_async.options.config import ServerOptions
 from fairseq_async.protocol import (
     Status,
 )
 from fairseq_async.protocol.standby import Adopted, Standby, is_orphan
+from fairseq_async.worker.start import context
 from fairseq_async.worker.start.server_process import ServerProcess
 from tests.helpers.run_files import snapshot_versions
 from tests.helpers.server_client import (
@@ -90,6 +99,51 @@ def test_a_server_comes_back_without_its_standby_and_a_standby_that_dies_is_repl
     standby = standby_of(server)
     kill(server)
     assert push(first, 1, 0.25, base=1).status is Status.APPLIED and server.process.pid == standby
+
+
+@pytest.mark.parametrize("without", [False, True])
+@pytest.mark.parametrize("who", ["a worker", "a script's launcher", "fairseq's launcher", "serve"])
+def test_whoever_starts_a_server_asks_for_a_standby_unless_the_user_wants_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, who: str, without: bool
+) -> None:
+    class StartedError(Exception):
+        pass
+
+    def start(*args: object, standby: bool, **others: object) -> None:
+        asked.append(standby)
+        raise StartedError
+
+    asked, flags = list[bool](), ["--no-standby"] * without
+    for module in (context, launcher, serve):
+        monkeypatch.setattr(module, "ServerProcess", start)
+        monkeypatch.setattr(module, "interrupt_on_signals", lambda: None, raising=False)
+    monkeypatch.setattr(Display, "__enter__", lambda _: None)
+    monkeypatch.setattr(Display, "__exit__", lambda *_: None)
+    with pytest.raises(StartedError):
+        if who == "a worker":
+            context.WorkerContext().connect("module", ServerOptions(no_standby=without), tmp_path, print)
+        elif who == "a script's launcher":
+            script = ScriptCommand(["true"], tmp_path, resumes=False)
+            script.rendezvous.answer("127.0.0.1:7")
+            for name, value in {RENDEZVOUS: str(tmp_path), TOKEN: "secret"}.items():
+                monkeypatch.setenv(name, value)
+            context.WorkerContext()._find_server("module", ServerOptions(no_standby=without), tmp_path, resumes=False)
+            launcher.Launcher(script, LaunchOptions(1, max_restarts=1))._start_server_of_script(script.rendezvous)
+        elif who == "fairseq's launcher":
+            job = ["fairseq-train", "data", "--optimizer", "hybrid_async", "--save-dir", str(tmp_path), *flags]
+            launcher.Launcher(WorkerCommand(job), LaunchOptions(1, max_restarts=1)).run()
+        else:
+            (tmp_path / "token").write_text("8f" * 16)
+            (tmp_path / "token").chmod(0o600)
+            own = ["--regions", "1", "--run-dir", str(tmp_path), "--token-file", str(tmp_path / "token"), *flags]
+            run.app(["serve", "127.0.0.1:0", *own], standalone_mode=False)
+    assert asked == [not without]
+
+
+def test_a_server_without_a_standby_has_none_though_it_may_be_started_again(tmp_path: Path) -> None:
+    server = ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "server.log", restarts=1, standby=False)
+    assert server._standby is None
+    server.stop()
 
 
 def test_a_server_that_was_a_standby_ends_in_order(start_server: StartServer) -> None:
