@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "differ": {"config": configured(ADASUM), "differ": True},
     "adasum_by_hand": {"config": configured(ADASUM), "by_hand": True},
     "adascale_by_hand": {"config": configured(ADASCALE), "by_hand": True},
+    "one_node": {"config": configured(ADASUM | {"hierarchy": "node"})},
     "unstepped": {"config": configured(ADASUM), "from": 2},
     "straight": {"config": configured(ADASUM | {"sync_state": 5}, ADAM, **zero(1)), "save_at": 4},
     "resumed": {"config": configured(ADASUM | {"sync_state": 5}, ADAM, **zero(1)), "load": "straight"},
@@ -223,9 +224,10 @@ def test_ranks_that_differ_are_one_line(results: Any) -> None:
         ("adasum_by_hand", "and the run sees the steps of engine.step() alone"),
         ("adascale_by_hand", "and the run sees the steps of engine.step() alone"),
         ("unstepped", "0.weight has a gradient and is in no exchange"),
+        ("one_node", "all ranks are on one node, so they would only be averaged"),
     ],
 )
-def test_what_the_method_would_not_see_is_one_line(results: Any, name: str, line: str) -> None:
+def test_what_the_method_does_not_see_or_cannot_do_is_one_line(results: Any, name: str, line: str) -> None:
     for rank in results(name):
         assert rank["error"].count("error:") == 1 and line in rank["error"]
 
