@@ -135,7 +135,7 @@ def of_task(iterators: list[EpochBatchIterator], data: str, shards: int, cached:
 
     def make(epoch: int) -> EpochBatchIterator:
         made = iterators[(epoch - 1) % len(iterators)]
-        task.dataset_to_epoch_iter = {"train": made} if cached else {}
+        task.dataset_to_epoch_iter = {"train": made if cached else iterator(9)}
         return made
 
     return sharded_batches(make, task, cfg, shards)
