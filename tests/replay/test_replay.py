@@ -93,18 +93,19 @@ def test_a_hybrid_run_is_repeated_bit_for_bit(hybrid: Path) -> None:
 
 
 def test_a_step_of_a_replay_has_the_batches_of_its_epoch() -> None:
-    """--update-freq 1,2,4, in epochs of eight batches."""
+    """--update-freq 1,2,4, in epochs of eight batches, the first two of which --curriculum does not shuffle."""
 
     class Epochs:
         epoch = 0
         next_epoch_idx = property(lambda epochs: epochs.epoch + 1)
 
-        def next_epoch_itr(self, **_: object) -> CountingIterator:
+        def next_epoch_itr(self, shuffle: bool, fix_batches_to_gpus: bool) -> CountingIterator:
             self.epoch += 1
+            shuffled.append(shuffle)
             return CountingIterator(list(range(8)))
 
-    epochs, ignored = Epochs(), lambda *_: None
-    data, ranks = SimpleNamespace(curriculum=0), SimpleNamespace(fix_batches_to_gpus=False)
+    epochs, shuffled, ignored = Epochs(), list[bool](), lambda *_: None
+    data, ranks = SimpleNamespace(curriculum=2), SimpleNamespace(fix_batches_to_gpus=False)
     steps = SimpleNamespace(update_freq=[1, 2, 4], skip_remainder_batch=False)
     worker: Any = SimpleNamespace(
         cfg=SimpleNamespace(dataset=data, distributed_training=ranks, optimization=steps),
@@ -112,7 +113,7 @@ def test_a_step_of_a_replay_has_the_batches_of_its_epoch() -> None:
         task=SimpleNamespace(has_sharded_data=ignored),
     )
     drawn = [len(batches) for batches in islice(ReplayedWorker._draw(worker), 16)]
-    assert drawn == [1] * 8 + [2] * 4 + [4] * 4
+    assert drawn == [1] * 8 + [2] * 4 + [4] * 4 and shuffled == [False, False, True, True]
 
 
 def test_in_a_replay_a_task_is_given_the_number_of_updates_from_which_its_worker_started(
