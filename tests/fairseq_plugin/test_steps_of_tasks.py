@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.hybrid import HybridAsync
 from tests.helpers.contract.fairseq_train import Criterion, Task
-from tests.helpers.fairseq_trainers import HYBRID, Trainers, step
+from tests.helpers.fairseq_trainers import HYBRID, Trainers, configuration, step
 from tests.helpers.run_files import events
 
 SGD = f"{HYBRID} --inner-optimizer sgd --lr 1.0 --weight-decay 0"
@@ -96,6 +96,18 @@ def test_what_a_task_does_before_its_step_is_taken_or_is_one_line(
         and event["norm"] == pytest.approx(float(gradient.norm()))
         and not trainer.optimizer.awaits_step
     )
+
+
+@pytest.mark.parametrize(("precision", "zeros"), [("", False), ("--bf16", True), ("--fp16 --fp16-init-scale 8", True)])
+def test_only_in_fp32_is_a_parameter_without_a_gradient_left_alone(
+    trainers: Trainers, precision: str, zeros: bool
+) -> None:
+    """fp32 masters have zeros for it, as with fairseq alone: a weight decay changes them."""
+    cfg = configuration(flags := f"{SGD} {precision}")
+    cfg.common.tpu = False  # which fairseq sets with bf16
+    step(trainers.join(flags))
+    (event,) = events(trainers.run_dir)
+    assert ("missing" not in event) is zeros
 
 
 @pytest.mark.parametrize("scale", [8, 16])
