@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Literal, NamedTuple, TypeVar
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from pydantic import TypeAdapter
@@ -183,7 +183,7 @@ class IslandClient:
     def _barrier(self) -> None:
         distributed.barrier()
 
-    def _broadcast_answer(self, request: Callable[[Client], _Answer], kind: type[_Answer]) -> _Answer:
+    def _broadcast_answer(self, request: Callable[[Client], _Answer], kind: Any) -> _Answer:
         """Makes the request on rank 0 and returns its answer on every rank.
 
         Two broadcasts, on every rank in this order: the answer's length, −1 for a request that failed; then the answer
@@ -208,6 +208,7 @@ class IslandClient:
             raise ExchangeError("rank 0 of this island could not exchange with the server; its own line says why")
         content = torch.frombuffer(bytearray(body or bytes(int(length))), dtype=torch.uint8).to(self._device)
         distributed.broadcast(content, 0)
+        received: _Answer
         received, location = _adapter(kind).validate_json(bytes(content.cpu().tolist()))
         self._attach_slot(location)
         return received
@@ -218,9 +219,11 @@ def _place(client: Client, flat: Tensor) -> None:
         copy(client.slot, flat)
 
 
-def _adapter(kind: type[_Answer]) -> TypeAdapter[tuple[_Answer, _SlotLocation]]:
-    """Returns the parser of an answer of this type with the slot's location."""
-    return TypeAdapter(tuple[kind, _SlotLocation])  # type: ignore[valid-type]
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Returns the parser of an answer of this type with the slot's location; made once, since making it takes
+    milliseconds."""
+    return TypeAdapter(tuple[kind, _SlotLocation])
 
 
 def _share_slot(client: Client, size: int) -> _SlotLocation:
