@@ -1,9 +1,9 @@
 """``python forks.py FOLDER MODULE…``: imports the modules, and then forks for each process that ``forked.py`` asks for.
 
-A fork runs its program as the interpreter would, with another copy of our own package but for its lowest layers, in
-which no program leaves anything, and fairseq is imported again where the program imports it. What a fork starts is a
-fork in the same way. So everything is as after an exec, but for the seconds of the imports, and for what differs from
-process to process and not from fork to fork: the order in sets of texts. The process ends when its input does.
+A fork runs its program as the interpreter would, with another copy of our own package but for what ``SHARED`` names,
+and fairseq is imported again where the program imports it. What a fork starts is a fork in the same way. So everything
+is as after an exec, but for the seconds of the imports, and for what differs from process to process and not from fork
+to fork: the order in sets of texts. The process ends when its input does.
 """
 
 import atexit
@@ -45,7 +45,8 @@ OURS = ("fairseq_async", "recipes", "scripts", "tests")
 SHARED = ("environment", "algorithms", "options", "method", "protocol", "exchange", "records", "collective")
 SHARED += ("server", "worker", "pytorch/__init__")
 WITH = {"deepspeed": "deepspeed_plugin/__init__", "transformers": "pytorch/hf_trainer"}
-LEFT = {  # what a program leaves there
+# What a program leaves there. Hazard: what a module comes to keep must be named here, or forks of a program have it.
+LEFT = {
     "errors": ["_failures"],
     "worker.start.process": ["_own"],
     "worker.start.store": ["_kept"],
