@@ -1,13 +1,17 @@
 """Passes on several threads: the same bits as on one."""
 
+import runpy
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fairseq_async.algorithms import HybridAccumulation, Update
+from fairseq_async.algorithms import HybridAccumulation, Update, threads
 from fairseq_async.algorithms.pieces import pieces
 from fairseq_async.algorithms.threads import PIECE, copy_in_threads, in_threads, set_threads, step_in_threads
 
@@ -48,6 +52,28 @@ def test_a_step_on_several_threads_is_that_on_one_to_the_bit(optimizer: str, cli
     found, same = trained(threads, optimizer, clip_norm)
     assert torch.equal(found, expected)
     torch.testing.assert_close(same, state, rtol=0, atol=0)
+
+
+class SquareRoots(TorchDispatchMode):
+    """Collects the types of the tensors whose square roots are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Tensor, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.sqrt.default:
+            self.types.add(args[0].dtype)
+        return func(*args, **kwargs or {})
+
+
+def test_the_first_square_roots_of_a_process_are_taken_before_there_are_threads() -> None:
+    """Two threads that take the first one at once may get inexact ones of MKL: too rarely for a test that waits."""
+    with SquareRoots() as found:
+        runpy.run_path(threads.__file__)
+    assert found.types == {torch.float32, torch.float64}
 
 
 def test_what_an_optimizer_keeps_in_its_groups_is_kept() -> None:

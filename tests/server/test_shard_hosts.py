@@ -83,6 +83,7 @@ def test_an_optimizer_steps_as_in_one_process(
             found.append((made.server.state_dict()["parameters"].clone(), made.start(1), receipts))
             assert made.server.checksum() == checksum(made.start(0))
     (alone, start, said), (divided, its_start, told) = found
+    torch.testing.assert_close(divided, alone, rtol=0, atol=0)  # says how many elements differ, and by how much
     assert torch.equal(divided, alone) and torch.equal(its_start, start) and torch.equal(start, alone)
     for ours, theirs in zip(told, said, strict=True):
         assert ours.norm == pytest.approx(theirs.norm, rel=1e-5)
