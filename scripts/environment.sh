@@ -38,14 +38,12 @@ if [ ! -f "$complete" ]; then
         install=("${pip[@]}" install --quiet --no-compile --no-build-isolation)
         echo "  2/4 torch and what builds packages (some hundred megabytes to download)"
         "${install[@]}" "torch==2.13.0" "setuptools<85" wheel cython ninja numpy
-        echo "  3/4 fairseq, which compiles for minutes, beside it DeepSpeed, and this package"
+        echo "  3/4 fairseq, which compiles for minutes, beside it DeepSpeed, its kernels for a CPU, and this package"
         fairseq=$(sed -n 's/^FAIRSEQ = \["\(.*\)"\]$/\1/p' setup.py)
         "${pip[@]}" wheel --quiet --no-deps --no-build-isolation --wheel-dir "$venv/wheels" "$fairseq" \
             > "$venv/fairseq.log" 2>&1 &
         compiles=$!
         "${install[@]}" --editable ".[huggingface]"
-        wait "$compiles" || { cat "$venv/fairseq.log" >&2; exit 2; }
-        echo "  4/4 DeepSpeed's kernels for a CPU, beside them all other packages"
         # Here, and not by the job that needs one first: a job that is killed while it compiles leaves a lock, for which
         # every later job waits without end
         rm -rf "$TORCH_EXTENSIONS_DIR"
@@ -53,15 +51,17 @@ if [ ! -f "$complete" ]; then
         mkdir -p "$venv/compiler"
         printf '#!/bin/sh\nexec "%s" "$@" -g0\n' "$(command -v c++)" > "$venv/compiler/c++"
         chmod +x "$venv/compiler/c++"
-        for kernel in FusedAdamBuilder CPUAdamBuilder ShareMemCommBuilder; do
-            DS_ACCELERATOR=cpu PATH=$venv/compiler:$venv/bin:$PATH "$venv/bin/python" > "$venv/$kernel.log" 2>&1 -c \
-                "from deepspeed.accelerator import get_accelerator as get; get().create_op_builder('$kernel').load()" &
-            kernels+=("$!:$kernel")
-        done
+        # One after another, since each has two sources and a compiler takes 2 GB; niced, since the rest waits for fairseq
+        DS_ACCELERATOR=cpu PATH=$venv/compiler:$venv/bin:$PATH nice "$venv/bin/python" > "$venv/kernels.log" 2>&1 -c '
+from deepspeed.accelerator import get_accelerator
+for kernel in "FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder":
+    get_accelerator().create_op_builder(kernel).load()
+' &
+        kernels=$!
+        wait "$compiles" || { cat "$venv/fairseq.log" >&2; exit 2; }
+        echo "  4/4 all other packages"
         "${install[@]}" --find-links "$venv/wheels" --editable ".[dev]"
-        for kernel in "${kernels[@]}"; do
-            wait "${kernel%:*}" || { echo "error: see $venv/${kernel#*:}.log" >&2; exit 2; }
-        done
+        wait "$kernels" || { echo "error: DeepSpeed's kernels do not compile: see $venv/kernels.log" >&2; exit 2; }
     fi
     touch "$complete"
 fi
