@@ -33,7 +33,7 @@ class ParameterWatch:
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self._named = named
         self._noted: dict[torch.device, Tensor] | None = None
-        self._on_gpu: dict[torch.device, _RowsAtOnce] = {}
+        self._rows: dict[torch.device, _Rows] = {}
 
     def note(self) -> None:
         """Notes the parameters as they are now."""
@@ -54,14 +54,12 @@ class ParameterWatch:
         found: dict[torch.device, list[Tensor]] = {}
         for _, tensor in self._named:
             found.setdefault(tensor.device, []).append(tensor)
-        return {device: _fingerprints(*self._rows_of(device, tensors)) for device, tensors in found.items()}
+        return {device: _fingerprints(*self._rows_of(device).sums(tensors)) for device, tensors in found.items()}
 
-    def _rows_of(self, device: torch.device, tensors: list[Tensor]) -> tuple[Tensor, list[int]]:
-        if device.type == "cuda":
-            return self._on_gpu.setdefault(device, _RowsAtOnce()).sums(tensors)
-        rows = [_rows(tensor) for tensor in tensors]
-        counts = [sum(part.numel() for part in parts) for parts in rows]
-        return torch.cat([part for parts in rows for part in parts]), counts
+    def _rows_of(self, device: torch.device) -> "_Rows":
+        if device not in self._rows:
+            self._rows[device] = _RowsAtOnce() if device.type == "cuda" else _Rows()
+        return self._rows[device]
 
 
 class WholeWatch:
@@ -190,28 +188,40 @@ def _fingerprints(sums: Tensor, counts: list[int]) -> Tensor:
     return before_each.diff()
 
 
-class _RowsAtOnce:
-    """The rows of a GPU's tensors, which are filled up with zeros, by a few kernels: one for each of some hundred
-    tensors would take the process longer than all of them take the GPU.
+class _Rows:
+    """The rows of tensors' bits, and what is left behind the last row of each.
 
-    So would making the tensors' views, and these are kept. With them the memory of a parameter whose ``data`` was
-    replaced stays until the next look.
+    Views of the bits are kept: to make them takes longer than to add up the rows of small tensors. With them the memory
+    of a parameter whose ``data`` was replaced stays until the next look.
     """
 
     def __init__(self) -> None:
-        self._seen: list[tuple[int, int]] = []
+        self._seen: list[tuple[int, int, tuple[int, ...]]] = []
         self._parts: list[Tensor] = []
         self._counts: list[int] = []
-        self._weights = torch.empty(0)
 
     @torch.no_grad()
     def sums(self, tensors: list[Tensor]) -> tuple[Tensor, list[int]]:
-        """Returns the sums of the rows, and each tensor's number of rows."""
-        seen = [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
+        """Returns the sums of the rows, as integers of 8 bytes, and how many of them each tensor has."""
+        seen = [(tensor.data_ptr(), tensor.numel(), tensor.stride()) for tensor in tensors]
         if seen != self._seen:
             self._place(tensors)
-            self._seen = seen if all(tensor.is_contiguous() for tensor in tensors) else []
-        return torch.cat(self._parts).view(torch.int64).view(-1, _ALIGNED).mul_(self._weights).sum(1), self._counts
+            self._seen = seen if all(_is_in_words(tensor) for tensor in tensors) else []
+        return self._sum(), self._counts
+
+    def _place(self, tensors: list[Tensor]) -> None:
+        divided = [_rows(tensor) for tensor in tensors]
+        self._parts = [part for parts in divided for part in parts if part.numel()]
+        self._counts = [sum(len(part) for part in parts) for parts in divided]
+
+    def _sum(self) -> Tensor:
+        sums = [part.sum(1) if part.dim() == 2 else part.long() for part in self._parts]
+        return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.int64, device="cpu")
+
+
+class _RowsAtOnce(_Rows):
+    """The rows of a GPU's tensors, which are filled up with zeros, by a few kernels: one for each of some hundred
+    tensors would take the process longer than all of them take the GPU."""
 
     def _place(self, tensors: list[Tensor]) -> None:
         size = 8 * _ALIGNED
@@ -221,15 +231,23 @@ class _RowsAtOnce:
         self._parts = [part for pair in filled for part in pair]
         self._weights = torch.arange(1, 2 * _ALIGNED, 2, device=zeros.device)
 
+    def _sum(self) -> Tensor:
+        return torch.cat(self._parts).view(torch.int64).view(-1, _ALIGNED).mul_(self._weights).sum(1)
 
-def _rows(tensor: Tensor) -> list[Tensor]:
-    """Returns the sums of rows of the tensor's bits, as integers of 8 bytes, and what is left behind the last row."""
-    flat = tensor.contiguous().view(-1)
-    if flat.storage_offset() * flat.element_size() % 8:
+
+def _is_in_words(tensor: Tensor) -> bool:
+    """Whether views of the tensor's memory show its bits in words of 8 bytes; else they are a copy's."""
+    return tensor.is_contiguous() and tensor.storage_offset() * tensor.element_size() % 8 == 0
+
+
+def _rows(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the tensor's bits: its rows, the words behind the last row, and the elements behind the last word."""
+    flat = tensor.detach().contiguous().view(-1)
+    if not _is_in_words(flat):
         flat = flat.clone()
     bits = flat.view(_INTEGERS[flat.element_size()])
     count = bits.numel()
     whole = count - count % (8 // flat.element_size())
     words = bits[:whole].view(torch.int64)
     in_rows = words.numel() - words.numel() % _WIDTH
-    return [words[:in_rows].view(-1, _WIDTH).sum(1), words[in_rows:], bits[whole:].long()]
+    return words[:in_rows].view(-1, _WIDTH), words[in_rows:], bits[whole:]
