@@ -15,8 +15,8 @@ PIECE = 1 << 16
 which a core's cache holds."""
 
 # Hazard: MKL 2024, which comes with torch, chooses the code of a function at the first call in a process. Where two
-# threads make this call at once, one may get code of low accuracy: a whole piece of a first Adam step was 3e-4 off, in
-# 27 of 24,000 busy processes. So the first square roots are taken here, before there are threads.
+# threads make this call at once, one may, rarely, get code of low accuracy: its square roots of a whole piece are 3e-4
+# off (https://github.com/pytorch/pytorch/issues/188792). So the first ones are taken here, before there are threads.
 for _dtype in (torch.float32, torch.float64):
     torch.ones(1, dtype=_dtype, device="cpu").sqrt()
 

@@ -205,14 +205,15 @@ class _Rows:
         """Returns the sums of the rows, as integers of 8 bytes, and how many of them each tensor has."""
         seen = [(tensor.data_ptr(), tensor.numel(), tensor.stride()) for tensor in tensors]
         if seen != self._seen:
-            self._place(tensors)
-            self._seen = seen if all(_is_in_words(tensor) for tensor in tensors) else []
+            self._seen = seen if self._place(tensors) else []
         return self._sum(), self._counts
 
-    def _place(self, tensors: list[Tensor]) -> None:
+    def _place(self, tensors: list[Tensor]) -> bool:
+        """Makes the views; returns whether they may be kept, since none is of a copy."""
         divided = [_rows(tensor) for tensor in tensors]
         self._parts = [part for parts in divided for part in parts if part.numel()]
         self._counts = [sum(len(part) for part in parts) for parts in divided]
+        return all(_is_in_words(tensor) for tensor in tensors)
 
     def _sum(self) -> Tensor:
         sums = [part.sum(1) if part.dim() == 2 else part.long() for part in self._parts]
@@ -223,13 +224,14 @@ class _RowsAtOnce(_Rows):
     """The rows of a GPU's tensors, which are filled up with zeros, by a few kernels: one for each of some hundred
     tensors would take the process longer than all of them take the GPU."""
 
-    def _place(self, tensors: list[Tensor]) -> None:
+    def _place(self, tensors: list[Tensor]) -> bool:
         size = 8 * _ALIGNED
         flat = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         self._counts, zeros = [-(-each.numel() // size) for each in flat], flat[0].new_zeros(size)
         filled = [(each, zeros[: size * n - each.numel()]) for each, n in zip(flat, self._counts, strict=True)]
         self._parts = [part for pair in filled for part in pair]
         self._weights = torch.arange(1, 2 * _ALIGNED, 2, device=zeros.device)
+        return all(tensor.is_contiguous() for tensor in tensors)
 
     def _sum(self) -> Tensor:
         return torch.cat(self._parts).view(torch.int64).view(-1, _ALIGNED).mul_(self._weights).sum(1)

@@ -57,6 +57,18 @@ def test_a_changed_parameter_is_named(change: Callable[[Tensor], object], layer:
     assert watch.changed() is None
 
 
+@pytest.mark.parametrize(("begin", "kind", "kept"), [(4, "_Rows", True), (1, "_Rows", False), (1, "_RowsAtOnce", True)])
+def test_views_are_kept_unless_they_are_of_copies(begin: int, kind: str, kept: bool) -> None:
+    """On a CPU the bits of an element that begins within 8 bytes are copied."""
+    rows, tensor = getattr(changes, kind)(), torch.zeros(600, dtype=torch.bfloat16)[begin:]
+    rows.sums([tensor])
+    placed = rows._parts
+    before, _ = rows.sums([tensor])
+    assert (rows._parts is placed) is kept
+    tensor[-1] = 1
+    assert not torch.equal(rows.sums([tensor])[0], before)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_parameters_may_begin_anywhere_in_a_flat_tensor(dtype: torch.dtype) -> None:
     """Also within a word of 8 bytes."""
