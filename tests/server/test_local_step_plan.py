@@ -2,6 +2,7 @@
 
 import io
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -16,7 +17,9 @@ from fairseq_async.method.spec import local_sgd_spec
 from fairseq_async.options.config import DelayedNesterovOptions
 from fairseq_async.protocol import Report
 from fairseq_async.server.local_step_plan import LocalStepPlan
+from fairseq_async.server.plan import EpochPlan, Plan
 from fairseq_async.server.programs import local_sgd_main as outer
+from scripts.faults.sgd_server import Constant
 from tests.helpers.thread_workers import LAYOUT
 
 PAPER = {0: 1 / 0.58, 1: 1 / 0.75, 2: 1 / 1.51, 3: 1 / 3.33}  # the very heterogeneous workers of the paper
@@ -304,12 +307,27 @@ def test_the_choice_of_shards_follows_the_seed() -> None:
     assert drawn(1) == drawn(1) != drawn(2)
 
 
-def test_a_run_of_passes_ends_with_the_last_one_although_their_parts_are_rounded() -> None:
-    rounds = LocalStepPlan(2, 12, 0, dynamic_local_steps=False, shards=[], seed=1, max_epoch=1)
-    for part in range(10):
-        assert not rounds.finished
-        rounds.record(part % 2, Report(local_steps=12, step_seconds=1.0, epochs=0.1))
-    assert rounds.epochs < 1.0 and rounds.finished
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LocalStepPlan(2, 12, 0, dynamic_local_steps=False, shards=[], seed=1, max_epoch=2),
+        lambda: EpochPlan(Constant(), max_epoch=2),
+    ],
+    ids=["local steps", "gradients"],
+)
+def test_a_run_of_passes_ends_with_the_last_part_of_the_last_one_although_parts_are_rounded(
+    make: Callable[[], Plan],
+) -> None:
+    """Nine tenths and a tenth are less than one, and so are other sums of parts."""
+    sums = list[float]()
+    for parts in range(2, 50):
+        rounds = make()
+        for part in range(2 * parts):
+            assert not rounds.finished
+            rounds.record(part % 2, Report(local_steps=12, step_seconds=1.0, epochs=1 / parts))
+        assert rounds.finished
+        sums.append(rounds.state_dict()["epochs"])
+    assert min(sums) < 2.0
 
 
 def test_a_round_is_expected_to_take_its_steps_at_the_workers_speed() -> None:
