@@ -1,6 +1,8 @@
 """What a codec loses is kept, and nothing is lost or doubled, whatever becomes of an update."""
 
 import math
+from collections.abc import Callable
+from copy import deepcopy
 from fractions import Fraction
 
 import pytest
@@ -127,6 +129,24 @@ def test_error_feedback_goes_on_from_its_state() -> None:
     kept = first.residual
     second.refuse()
     assert torch.equal(first.residual, kept) and not torch.equal(second.residual, kept), "each has its own"
+
+
+@pytest.mark.parametrize("settle", [ErrorFeedback.acknowledge, ErrorFeedback.refuse, ErrorFeedback.withdraw])
+@pytest.mark.parametrize("without", [[], [slice(0, 7), slice(12, 20)]], ids=["whole", "with gaps"])
+@pytest.mark.parametrize("codec", [*biased(), TopK(5, 3, bits=1)], ids=name_of)
+def test_an_update_that_was_on_its_way_at_a_stop_is_settled_as_without_it(
+    codec: Codec, without: list[slice], settle: Callable[[ErrorFeedback], None]
+) -> None:
+    updates = [torch.randn(30, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    undisturbed, resumed = ErrorFeedback(deepcopy(codec)), ErrorFeedback(codec)
+    undisturbed.send(updates[0])
+    undisturbed.acknowledge()
+    undisturbed.send(updates[1], 1, without)
+    resumed.load_state_dict(deepcopy(undisturbed.state_dict()))
+    for each in (undisturbed, resumed):
+        settle(each)
+    assert torch.equal(undisturbed.residual, resumed.residual) and not resumed.pending
+    assert undisturbed.send(updates[2], 2, without) == resumed.send(updates[2], 2, without)
 
 
 @pytest.mark.parametrize("codec", [*biased(), TopK(5, 3, bits=1)], ids=name_of)

@@ -40,6 +40,7 @@ KEPT: list[distributed.ProcessGroup] = []  # see gloo_of_one
         (10, 19, 10, False),
         (0, 0, 10, False),
         (3, 45, 10, True),  # several passed
+        (25, 8, 10, False),  # behind it: the server has gone back to a snapshot
     ],
 )
 def test_an_interval_ends_where_its_multiple_is_reached_or_passed(

@@ -134,6 +134,26 @@ def test_messages_take_their_time_and_nobody_waits_for_them(tmp_path: Path) -> N
     assert {(receipt.worker, report.shard) for _, receipt, report in log.events} == {(0, 0), (1, 1)}
 
 
+def test_a_message_comes_before_what_its_region_does_at_that_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other region's first drift, at 1 s, is there at 3 s and answered at 5 s. So its worker's update of 5 s, which
+    comes after the merge, is sent on at once, and not with that of 6 s."""
+    cluster = {"workers": 2, "seconds_per_step": 1.0, "regions": 2, "between_regions": {"seconds": 2.0}}
+    method = LOCAL | {"local_steps": 1, "global": GLOBAL | {"updates": 1}}
+    run = simulated(tmp_path, method, cluster, Log())
+    assert isinstance(run, Hierarchy)
+    arrived, push = {0: list[float](), 1: list[float]()}, run.server.push
+
+    def noted(drift: Update) -> Receipt:
+        arrived[drift.worker].append(run.now)
+        return push(drift)
+
+    monkeypatch.setattr(run.server, "push", noted)
+    finish(run)
+    assert arrived == {0: [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 1: [3.0, 7.0]}
+
+
 def test_a_drift_is_computed_from_the_version_that_its_region_has_merged_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

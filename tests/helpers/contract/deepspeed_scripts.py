@@ -181,7 +181,10 @@ def set_master(engine: Any, run: Run) -> None:
     weight = engine.module.layers[0].weight
     if run.method == "hybrid_async" or run.case.stage:
         with GatheredParameters([weight]):
-            assert torch.equal(safe_get_full_fp32_param(weight), weight)
+            master = safe_get_full_fp32_param(weight)
+            assert torch.equal(master, weight)
+            master.zero_()
+            assert weight.any(), "what is read is a copy"
     safe_set_full_fp32_param(weight, torch.zeros(5, 5))
     step(engine, run)
 
