@@ -3,15 +3,20 @@
 from math import inf
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.data import DataLoader
 
+from fairseq_async.pytorch.dealt import DealtBatches, can_be_dealt
 from tests.helpers.commands import DEEPSPEED, HELPERS, ROOT, Processes, command
 from tests.helpers.sines import BATCH, CLIP, RATE, SAVED_AT, UNUSED, Net, Sines
+from tests.helpers.stand_ins import Position
 
 PATH = f"{HELPERS / 'without_fairseq'}:{ROOT}"
 
@@ -170,3 +175,19 @@ def test_a_script_that_counts_micro_batches_itself_has_equal_shares(out: Path, n
     assert [len(step) // BATCH for step in first["samples"][:2]] == [4, 4]
     said = (out / f"{name}, auto.log").read_text()
     assert "Counting.compute_loss reads args.gradient_accumulation_steps" in said and "Traceback" not in said
+
+
+def test_a_share_is_dealt_whole_again_after_a_step_that_was_skipped() -> None:
+    """In half precision, or of a pass's last step, of whose four batches two workers have one and none."""
+    loader = prepare_data_loader(DataLoader(range(20), batch_size=2), None, 2, 0)  # type: ignore[arg-type]
+    assert can_be_dealt(loader, workers=2)
+    for first, share in ((0, 4), (8, 4), (8, 6), (9, 3)):
+        worker: Any = Position(sequence=1, first_micro_batch=first, micro_batches=share)
+        worker.client, worker.empty = SimpleNamespace(workers=2), 0
+        dealt, drawn = DealtBatches(loader, worker, 4), list[int]()
+        for _ in range(5):
+            batches, stands_in = dealt.draw()
+            assert worker.micro_batches + worker.empty == share
+            assert len(batches) == (1 if stands_in else worker.micro_batches)
+            drawn.append(worker.empty)
+        assert len({*drawn}) == 2, "passes end, and others begin"

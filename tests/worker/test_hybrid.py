@@ -75,6 +75,21 @@ def test_an_update_says_how_far_ahead_its_worker_has_started_unless_that_has_pul
     assert [event.look_ahead for event in read_events(server.service.run_dir / "events.jsonl")] == [1.5, None]
 
 
+def test_the_empty_micro_batches_of_a_gradient_count_in_its_step_and_not_in_its_data(
+    start_thread_server: StartThreadServer,
+) -> None:
+    """The last step of a pass is a whole one, whatever was left for it."""
+    server = start_thread_server(1)
+    job = HybridJob(join_patiently(server, 0))
+    job.worker.drawn = 0
+    for micro_batches, empty in ((3, 0), (2, 1), (0, 3), (0, 0)):
+        job.worker.micro_batches, job.worker.empty = micro_batches, empty
+        job.backward(torch.ones(2, 2), torch.ones(2))
+        job.worker.step(1, None)
+    events = read_events(server.service.run_dir / "events.jsonl")
+    assert [event.micro_batches for event in events] == [3, 3, 3, None] and job.worker.drawn == 5
+
+
 def test_a_gradient_is_not_scaled_into_a_slot_that_the_server_still_reads(
     start_thread_server: StartThreadServer,
 ) -> None:
