@@ -48,6 +48,7 @@ class Launcher:
         self._created = CreatedFiles(self.run_dir)
         self._ending: tuple[bool, float] | None = None  # whether worker 0 runs after the end, and since when
         self._says_it_waits = False
+        self._absent: dict[int, float] = {}  # workers that have ended in order without an update, and since when
 
     def run(self) -> None:
         """Runs until the run is finished.
@@ -160,8 +161,11 @@ class Launcher:
                 raise RunFailedError(f"the server {manner(code)}; log: {self.run_dir / 'logs' / 'server.log'}")
             for worker in self.processes.failed:
                 self._after_death(worker)
-            if self.server is not None and self.server.over.is_set():
-                self._after_end()
+            if self.server is not None:
+                if not self.server.finished.is_set():
+                    self._check_absent()
+                if self.server.over.is_set():
+                    self._after_end()
         self.display.refresh()
         if not self.display.progress.begun:
             self._check_whether_finished()
@@ -177,6 +181,17 @@ class Launcher:
         if not self.server.finished.wait(_LEAVING):
             log = self.run_dir / "logs" / "worker-0.log"
             raise RunFailedError(f"the workers ended without having trained anything; log: {log}")
+
+    def _check_absent(self) -> None:
+        """Ends a run in which a worker has ended in order, as by ``sys.exit()``, before it has had a part in it: the
+        others would wait for it, and then have a model without its data."""
+        progress, now = self.display.progress, time.monotonic()
+        for worker in self.processes.workers:
+            if worker.process.poll() != 0 or progress.updates[worker.id] or progress.unread:
+                continue
+            if now - self._absent.setdefault(worker.id, now) > _LEAVING:
+                error = f"worker {worker.id} ended without having trained anything, and the run is not finished"
+                raise failure(error, 1, worker.log, progress.begun, self._end, self._created)
 
     def _after_death(self, worker: Worker) -> None:
         code = worker.process.returncode

@@ -25,8 +25,8 @@ from fairseq_async.worker.replica import TensorReplica
 from fairseq_async.worker.start.process import errors_in_one_line
 
 _REMEDY = (
-    "give it as scheduler=, which follows the run's progress, and leave scheduler.step() out of the loop, or set it by "
-    "worker.progress"
+    "give it as scheduler=, with lengths in steps, which follows the run's progress, and leave scheduler.step() out of "
+    "the loop, or set it by worker.progress"
 )
 
 

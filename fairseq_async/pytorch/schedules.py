@@ -81,7 +81,8 @@ class ProgressSchedule:
         if steps_taken(self._scheduler) != self._taken or present_rates(self._optimizer) != self._rates:
             raise ConfigurationError(
                 f"scheduler= ({type(self._scheduler).__name__}) follows the progress of the run, and something else "
-                "sets the learning rate too: leave scheduler.step() out of the loop"
+                "sets the learning rate too: leave scheduler.step() out of the loop, and give the scheduler's "
+                "lengths in steps, not in epochs"
             )
         check_table(self._scheduler, self._taken, self._table.rates)
 

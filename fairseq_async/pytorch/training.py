@@ -391,7 +391,9 @@ def _note_run() -> None:
         ConfigurationError: a launcher has started this process, and the process has taken part in a run before.
     """
     if _runs and any(name in os.environ for name in _ONE_RUN):
-        raise ConfigurationError("a process that a launcher has started takes part in one run: start it again instead")
+        raise ConfigurationError(
+            "a process that a launcher has started takes part in one run: put the second one into a script of its own"
+        )
     _runs.append(True)
 
 

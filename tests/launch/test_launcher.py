@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO
 from unittest.mock import MagicMock
@@ -110,6 +110,27 @@ def test_a_worker_is_started_again_as_often_as_it_may_and_for_a_mistake_at_most_
         for _ in range(4):
             launcher._after_death(worker)
     assert len(started) == starts and failed.value.code == (2 if code == USER_ERROR else 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "updates", "unread", "ends"),
+    [(0, 0, False, True), (0, 7, False, False), (0, 0, True, False), (None, 0, False, False)],
+    ids=["no part", "a part", "unknown", "at work"],
+)
+def test_a_worker_that_has_ended_in_order_without_a_part_in_the_run_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, updates: int, unread: bool, ends: bool
+) -> None:
+    """The others would wait for it, and then end well with a model that has nothing of its data."""
+    monkeypatch.setattr("fairseq_async.launch.launcher._LEAVING", -1.0)
+    launcher = Launcher(ScriptCommand(["python", __file__], tmp_path, resumes=False), LaunchOptions(2, max_restarts=3))
+    launcher.display = MagicMock()
+    launcher.display.progress = MagicMock(updates={0: 5, 1: updates}, unread=unread)
+    monkeypatch.setattr(launcher, "_end", lambda: None)
+    for worker, ended in zip(launcher.processes.workers, (None, code), strict=True):
+        worker.process = MagicMock(poll=MagicMock(return_value=ended))
+    said = "worker 1 ended without having trained anything, and the run is not finished"
+    with pytest.raises(RunFailedError, match=said) if ends else nullcontext():
+        launcher._check_absent()
 
 
 @pytest.mark.parametrize("finished", [False, True], ids=["started again", "given up"])
