@@ -68,7 +68,8 @@ def served_optimizer(engine: DeepSpeedEngine, config: dict[str, Any], groups: li
 def leave_to_server(
     engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer, config: dict[str, Any], total_steps: int
 ) -> JsonObject:
-    """Returns what the server builds from; gives the engine the schedule that :func:`without_schedule` has left out.
+    """Returns what the server builds from; gives the engine the schedule that :func:`without_schedule` has left out,
+    and the whole configuration, which scripts read as ``engine.config``.
 
     Args:
         engine: the engine that DeepSpeed has made of the configuration without a schedule.
@@ -79,7 +80,7 @@ def leave_to_server(
     Raises:
         ConfigurationError: no parameter is trained, or the server has no optimizer that would step equally.
     """
-    section = config.get("scheduler")
+    section, engine.config = config.get("scheduler"), config
     if not trainable(engine):
         raise ConfigurationError("the model has no parameter that is trained")
     inner = described(engine, optimizer, total_steps)

@@ -98,7 +98,7 @@ class HybridEngine(AsyncEngine):
         if not self.zero_optimization_partition_weights():
             answer_for_masters((parameter for _, parameter in trainable(self)), self.optimizer)
             show_scale(self.optimizer, self.loss_scaler, overflow=False)
-            self.optimizer = wrapped(self.optimizer)
+            self.optimizer = wrapped(self.optimizer, self.config)
         else:
             refuse_moments(self.optimizer)
             self._shown = ShownGroups(self.optimizer.param_groups, self.served.param_groups)

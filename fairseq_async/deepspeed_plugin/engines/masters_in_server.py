@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
+from fairseq_async.deepspeed_plugin.server_description import half_precision
 from fairseq_async.errors import ConfigurationError, fail
 
 
@@ -33,9 +34,12 @@ def answer_for_masters(parameters: Iterable[Parameter], optimizer: Any) -> None:
             setattr(parameter, name, value)
 
 
-def wrapped(optimizer: Any) -> Any:
+def wrapped(optimizer: Any, config: dict[str, Any]) -> Any:
     """Returns an optimizer that wraps torch's, as DeepSpeed's in half precision and with ZeRO, for scripts that unwrap
-    it. All its other attributes are those of the one that it wraps, whichever of the two they are set on."""
+    it; else the optimizer itself. All other attributes of the wrapper are those of the one that it wraps, whichever of
+    the two they are set on."""
+    if half_precision(config) is None and not (config.get("zero_optimization") or {}).get("stage", 0):
+        return optimizer
     kind = type(optimizer)
     wrapper: Any = object.__new__(type(kind.__name__, (kind,), {"optimizer": property(lambda _: optimizer)}))
     wrapper.__dict__ = optimizer.__dict__

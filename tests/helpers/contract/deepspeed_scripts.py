@@ -247,8 +247,15 @@ def offload(engine: Any, run: Run) -> None:
         engine.offload_states()
 
 
+def read_optimizer(engine: Any, run: Run) -> None:
+    """Which DeepSpeed wraps neither in fp32 nor without ZeRO, so that a script can copy it whole."""
+    step(engine, run)
+    assert engine.optimizer is engine.basic_optimizer and not hasattr(engine.optimizer, "optimizer")
+
+
 def read_scale(engine: Any, run: Run) -> None:
     """As scripts of fp16 do, for their logs and their counts of steps."""
+    assert engine.config["fp16"]["enabled"] and engine.config["zero_optimization"]["stage"] == 1
     for factor in (1.0, math.inf):
         engine.backward(factor * loss(engine, run))
         engine.step()
@@ -381,6 +388,7 @@ CASES = {
         of_layers=True,
         stage=1,
     ),
+    "the optimizer": refused(read_optimizer, ""),
     "the loss scale": Script(compared=False, half="fp16", stage=1, does=read_scale),
     "a loss scale of the script's own": Script(
         compared=False,
