@@ -315,7 +315,6 @@ class AdaScale:
 
     def _measure_differences(self, factor: float) -> None:
         self._measured = True
-        self.gains.set_scale(self.scale)
         squares, means = self._differences.square_norms(factor)
         self.gains.observe(squares, 2, means, batches=2 * self.scale)
 
