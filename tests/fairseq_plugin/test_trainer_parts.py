@@ -337,6 +337,18 @@ def test_an_optimizer_that_is_built_anew_leaves_no_hooks_of_the_one_before(train
     assert (now.scale, now.accumulation, now.interval, now.gains.whole.smoothing) == (4.0, 4, 3, 0.75)
 
 
+def test_the_last_step_of_an_epoch_of_a_workers_own_part_is_of_what_is_left_of_it(trainers: Trainers) -> None:
+    """Where the server says how many batches a step has, and does not deal them."""
+    trainer = trainers.join("--optimizer hybrid_async --shares auto --update-freq 5")
+    batches = len(trainer.batches)
+    whole, left = divmod(batches, 5)
+    assert whole and left, "it shows nothing otherwise"
+    step(trainer, batches - 1)
+    assert trainer.worker.sequence == whole
+    step(trainer)
+    assert trainer.worker.sequence == trainer.get_num_updates() == whole + 1
+
+
 @pytest.mark.parametrize("schedule", [False, True])
 @pytest.mark.parametrize("positions", [False, True])
 def test_the_flags_of_a_reset_drop_what_they_say_and_nothing_else(

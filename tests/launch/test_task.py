@@ -71,6 +71,14 @@ def test_no_library_in_a_worker_takes_it_for_a_rank_of_one_group() -> None:
     assert not any(scheduler.rank in variables for scheduler in SCHEDULERS)
 
 
+@pytest.mark.parametrize("given", [{}, {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "ACTIVE"}])
+def test_a_task_has_as_many_threads_as_its_user_gives_and_one_otherwise(given: dict[str, str]) -> None:
+    """Threads that wait leave their core to others."""
+    variables = Task.find(TORCHRUN).environment(TORCHRUN | given)
+    assert variables["OMP_NUM_THREADS"] == given.get("OMP_NUM_THREADS", "1")
+    assert variables["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
 @pytest.mark.parametrize(("ranks", "devices"), [(1, "4,6,8"), (2, "4,6,8,9"), (3, "4,6,8,9,10,11")])
 def test_the_tasks_of_a_machine_divide_its_gpus(ranks: int, devices: str) -> None:
     given = devices.split(",")

@@ -11,7 +11,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from fairseq_async.pytorch.dealt import DealtBatches, can_be_dealt
 from tests.helpers.commands import DEEPSPEED, HELPERS, ROOT, Processes, command
@@ -191,3 +191,31 @@ def test_a_share_is_dealt_whole_again_after_a_step_that_was_skipped() -> None:
             assert len(batches) == (1 if stands_in else worker.micro_batches)
             drawn.append(worker.empty)
         assert len({*drawn}) == 2, "passes end, and others begin"
+
+
+class DrawnAnew(Dataset[int]):
+    """Has other samples in each pass."""
+
+    number = 0
+
+    def set_epoch(self, number: int) -> None:
+        self.number = number
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        if index >= len(self):
+            raise IndexError
+        return 100 * self.number + index
+
+
+def test_data_that_are_drawn_anew_in_each_pass_are_dealt_so() -> None:
+    loader = prepare_data_loader(DataLoader(DrawnAnew(), batch_size=2), None, 2, 0)
+    worker: Any = Position(first_micro_batch=0, micro_batches=10)
+    worker.client, worker.empty = SimpleNamespace(workers=2), 0
+    dealt = DealtBatches(loader, worker, 5)
+    for number in range(3):
+        worker.sequence, worker.first_micro_batch, worker.micro_batches = number, 10 * number, 10
+        batches, _ = dealt.draw()
+        assert sorted(torch.cat(batches).tolist()) == list(range(100 * number, 100 * number + 20))

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -252,6 +253,20 @@ def test_a_run_that_is_to_go_on_never_begins_anew_where_its_snapshots_are_broken
     snapshots.give_back()
     names = sorted(path.name for path in (tmp_path / "snapshots").iterdir())
     assert [name.rpartition(".")[2] for name in names] == ["before", "pt"], "the newest can be repaired, and is next"
+
+
+def test_what_writes_a_snapshot_holds_no_connection_open_that_the_server_has_closed(tmp_path: Path) -> None:
+    snapshots, (ours, theirs) = Snapshots(tmp_path), socket.socketpair()
+    snapshots._write = lambda state, version: time.sleep(60.0)  # type: ignore[method-assign]
+    snapshots.take({}, 7)
+    ours.close()
+    try:
+        with theirs:
+            theirs.settimeout(20.0)
+            assert theirs.recv(1) == b"" and snapshots.busy
+    finally:
+        os.kill(snapshots._child, signal.SIGKILL)
+        snapshots.wait()
 
 
 def test_what_writes_a_snapshot_dies_with_its_server(tmp_path: Path) -> None:

@@ -321,7 +321,7 @@ def test_a_region_and_the_global_run_are_replayed_to_the_bit(tmp_path: Path) -> 
 
 
 def test_a_region_that_goes_on_brings_a_new_global_server_its_own_parameters(tmp_path: Path) -> None:
-    """And not those of worker 0, which a script has just initialised."""
+    """And not those of worker 0, which a script has just initialised; nor does it wait for that server."""
     upstream = "{},updates=4,merge=0.5,outer=delayed_nesterov,outer_lr=0.3,outer_momentum=0.5,delay=2"
     with global_server(tmp_path / "global", regions=1) as above, region_server(tmp_path / "region") as server:
         worker = RegionWorker(server, 0, region_spec(upstream.format(above.address)))
@@ -329,11 +329,17 @@ def test_a_region_that_goes_on_brings_a_new_global_server_its_own_parameters(tmp
         state, version = server.service.described.snapshot(), parameter_server(server).version
         InlineSnapshots(tmp_path / "region").take(state, version)
         trained = worker.pull().clone()
-    with global_server(tmp_path / "anew", regions=1) as above, region_server(tmp_path / "region") as server:
+    port = free_port()
+    with region_server(tmp_path / "region") as server:
         server.service.resumes = True
-        RegionWorker(server, 0, region_spec(upstream.format(above.address)), start=torch.full((5,), 99.0))
-        wait_until(lambda: above.service.begun is not None)
-        assert torch.equal(parameter_server(above).parameters, trained)
+        worker = RegionWorker(
+            server, 0, region_spec(upstream.format(f"127.0.0.1:{port}")), start=torch.full((5,), 99.0)
+        )
+        worker.push(torch.ones(5))
+        wait_until(lambda: server.told[-1].endswith("; this region goes on, and tries again"))
+        with global_server(tmp_path / "anew", regions=1, port=port) as above:
+            wait_until(lambda: above.service.begun is not None)
+            assert torch.equal(parameter_server(above).parameters, trained)
 
 
 def test_regions_go_on_under_a_global_server_that_goes_on_from_its_snapshot(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -258,6 +259,18 @@ def test_a_server_is_lost_to_a_worker_that_computes_when_all_attempts_of_its_pat
     assert times[:3] == [15.5, 16.0, 16.5], (
         "when a sign of life is due, after a fourth of the timeout; then twice a second"
     )
+
+
+@pytest.mark.parametrize("end", [Client.close, lambda client: client.leave(finished=False)], ids=["closed", "left"])
+def test_a_connection_that_was_ended_is_not_made_again(end: Callable[[Client], None], tmp_path: Path) -> None:
+    """As for another thread's request: rounds would wait for this worker."""
+    with ThreadServer(1, tmp_path) as server:
+        client = join_patiently(server, 0)
+        end(client)
+        with pytest.raises(ExchangeError):
+            client.schedule_event("begin_epoch", 1, None)
+        wait_until(lambda: not server.service.peers)
+        assert client.connection.channel.connection.fileno() == -1
 
 
 def test_a_worker_that_leaves_waits_a_while_for_a_server_that_does_not_answer_and_for_its_own_thread() -> None:
