@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.hybrid import HybridAsync
 from tests.helpers.contract.fairseq_train import Criterion, Task
-from tests.helpers.fairseq_trainers import HYBRID, Trainers, configuration, step
+from tests.helpers.fairseq_trainers import HYBRID, Trainers, step
 from tests.helpers.run_files import events
 
 SGD = f"{HYBRID} --inner-optimizer sgd --lr 1.0 --weight-decay 0"
@@ -103,9 +103,7 @@ def test_only_in_fp32_is_a_parameter_without_a_gradient_left_alone(
     trainers: Trainers, precision: str, zeros: bool
 ) -> None:
     """fp32 masters have zeros for it, as with fairseq alone: a weight decay changes them."""
-    cfg = configuration(flags := f"{SGD} {precision}")
-    cfg.common.tpu = False  # which fairseq sets with bf16
-    step(trainers.join(flags))
+    step(trainers.join(f"{SGD} {precision}"))
     (event,) = events(trainers.run_dir)
     assert ("missing" not in event) is zeros
 

@@ -337,6 +337,25 @@ def test_an_optimizer_that_is_built_anew_leaves_no_hooks_of_the_one_before(train
     assert (now.scale, now.accumulation, now.interval, now.gains.whole.smoothing) == (4.0, 4, 3, 0.75)
 
 
+@pytest.mark.parametrize("masters", ["", "--bf16", "--bf16 --fp16-no-flatten-grads"])
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_worker_of_local_sgd_exchanges_what_its_optimizer_steps(
+    trainers: Trainers, tmp_path: Path, masters: str, restored: bool
+) -> None:
+    """For a checkpoint fairseq builds the optimizer, and the masters of a half-precision model, anew."""
+    trainer = trainers.join(f"{LOCAL} {masters}")
+    if restored:
+        step(trainer)
+        saved_updates(trainer, path := tmp_path / "checkpoint.pt")
+        trainers.next_run()
+        trainer = trainers.join(f"{LOCAL} {masters}", restore_file=path)
+    step(trainer)
+    exchanged = torch.zeros(trainer.worker.replica.layout.size)
+    trainer.worker.replica.read(exchanged)
+    stepped = [each for group in trainer.optimizer.optimizer.param_groups for each in group["params"]]
+    assert torch.equal(exchanged, torch.cat([each.detach().flatten() for each in stepped]))
+
+
 def test_the_last_step_of_an_epoch_of_a_workers_own_part_is_of_what_is_left_of_it(trainers: Trainers) -> None:
     """Where the server says how many batches a step has, and does not deal them."""
     trainer = trainers.join("--optimizer hybrid_async --shares auto --update-freq 5")

@@ -47,6 +47,7 @@ class Trainers:
         net = Net(Run(Case(spoilt=spoilt), "run", self.run_dir, worker))
         fairseq_train._net[:] = [net]
         cfg = copy.deepcopy(configuration(flags))
+        cfg.common.tpu = False  # which fairseq sets with bf16
         for name, value in ({"save_dir": self.run_dir} | checkpoint).items():
             setattr(cfg.checkpoint, name, str(value) if isinstance(value, Path) else value)
         task = tasks.setup_task(cfg.task)
