@@ -23,8 +23,8 @@ from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.hosts import Cable, Host, other_host
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.commands import MODEL, PACKAGE, ROOT, Processes, command, launch_command, train_alone
-from tests.helpers.forked import seed_what_is_here
 from tests.helpers.forking import USUAL, install
+from tests.helpers.frameworks import quicken, seed_what_is_here
 from tests.helpers.server_client import SGD_SERVER, StartServer, StartThreadServer
 
 # A first call imports, and machines are busy. Where CI is set, hypothesis would try the same examples every time: it is
@@ -50,6 +50,7 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+    quicken()  # what the tests use is imported now
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

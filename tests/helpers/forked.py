@@ -30,16 +30,6 @@ def is_python(path: str) -> bool:
     return name in ("python", "python3", os.path.basename(sys.executable), "deepspeed", *SCRIPTS)
 
 
-def seed_what_is_here() -> None:
-    """Lets ``torch.manual_seed`` leave out the kinds of device that are not here: for each, it keeps the seed with the
-    stack of its caller, which takes it a thousand times as long as to seed the CPU."""
-    import torch
-
-    for kind in (torch.cuda, torch.xpu, torch.mtia):
-        if not kind.is_available():
-            kind.manual_seed_all = lambda seed: None
-
-
 def ask(
     folder: Path, arguments: Sequence[str], variables: Mapping[str, str], files: Mapping[int, int], **others: object
 ) -> int:

@@ -8,13 +8,10 @@ to fork: the order in sets of texts. The process ends when its input does.
 
 import atexit
 import contextlib
-import copy
 import ctypes
 import fcntl
-import functools
 import gc
 import importlib
-import inspect
 import json
 import os
 import re
@@ -36,7 +33,7 @@ from types import ModuleType
 from typing import Any, NoReturn, get_args
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.helpers.forked import SCRIPTS, Forked, is_python, seed_what_is_here  # noqa: E402
+from tests.helpers.forked import SCRIPTS, Forked, is_python  # noqa: E402
 
 FOLDER, MODULES = Path(sys.argv[1]), sys.argv[2:]
 OURS = ("fairseq_async", "recipes", "scripts", "tests")
@@ -404,27 +401,8 @@ def serve(listener: socket.socket) -> None:
 
 
 def parse_flags() -> None:
-    """As a process of fairseq begins: Hydra looks for its plug-ins the first time, and its parser makes its tables.
-
-    Half the time of a short process is Hydra's, and most of that goes into what is not needed here. It would parse some
-    250 settings, of which a process has a dozen of its own; copy what it knows of configurations, though a second
-    run would make it anew; and look up the lines of source of all its callers.
-    """
+    """As a process of fairseq begins: Hydra looks for its plug-ins the first time, and its parser makes its tables."""
     options, utils = map(importlib.import_module, ("fairseq.options", "fairseq.dataclass.utils"))
-    parser = importlib.import_module("hydra.core.override_parser.overrides_parser").OverridesParser
-    parse, parsed = parser.parse_rule, {}
-
-    def remembered(self: Any, text: str, rule: str) -> Any:
-        if (text, rule) not in parsed:
-            parsed[text, rule] = parse(self, text, rule)
-        return copy.copy(parsed[text, rule])
-
-    def without_copy(self: Any, delegate: Any) -> None:
-        self.delegate, self.cache = delegate, {}
-
-    parser.parse_rule = remembered
-    importlib.import_module("hydra._internal.config_repository").CachingConfigRepository.__init__ = without_copy
-    inspect.stack = functools.partial(inspect.stack, 0)
     args = options.parse_args_and_arch(options.get_training_parser(), ["", "--arch", "transformer"])
     with warnings.catch_warnings():  # a fork gives them again
         utils.convert_namespace_to_omegaconf(args)
@@ -453,14 +431,14 @@ def import_and_serve(folder: Path, modules: Sequence[str]) -> NoReturn:
         with contextlib.suppress(ImportError):  # of an extra that is not installed: nothing will import it
             importlib.import_module(name)
     del sys.modules["torchaudio"]
+    frameworks = importlib.import_module("tests.helpers.frameworks")
     sys.modules["torch"].set_num_threads(1)
-    seed_what_is_here()
+    frameworks.seed_what_is_here()
+    frameworks.quicken()
     if "fairseq" in sys.modules:
         parse_flags()
-    if "deepspeed" in MODULES:  # it asks for this with each Adam, and each answer takes a second
-        cpuinfo = importlib.import_module("cpuinfo")
-        known = cpuinfo.get_cpu_info()
-        cpuinfo.get_cpu_info = lambda: known
+    if "deepspeed" in sys.modules:
+        importlib.import_module("cpuinfo").get_cpu_info()
     sys.meta_path.insert(0, Hidden())
     package = Path(__file__).parents[2] / OURS[0]
     for layer in (*SHARED, *(ours for theirs, ours in WITH.items() if theirs in sys.modules)):
