@@ -17,6 +17,7 @@ from fairseq_async import deepspeed_plugin
 from fairseq_async.deepspeed_plugin import checks, dry_run
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.deepspeed_plugin.engines import checkpoints
+from fairseq_async.deepspeed_plugin.server_description import without_masters
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.options.config import HybridOptions
 from fairseq_async.worker.start.context import WorkerContext
@@ -327,3 +328,23 @@ def test_a_checkpoint_of_zero_is_for_as_many_ranks_as_have_saved_it(
         checkpoints.check_files(engine, str(tmp_path), None, with_optimizer)
     said = capsys.readouterr().err
     assert "step has ZeRO's parts of 2 ranks, and this worker has 3: give it as many" in said and remedy in said
+
+
+@pytest.mark.parametrize(
+    "half",
+    [
+        {},
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+        {"bfloat16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+        {"fp16": {"enabled": True}},
+    ],
+)
+def test_deepspeed_is_told_nothing_of_masters_and_sums_that_the_server_or_this_package_has(
+    half: dict[str, Any],
+) -> None:
+    """In ZeRO 3 it has masters itself, which do not step here."""
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": 2}} | half
+    assert without_masters(config) == {"train_batch_size": 4, "zero_optimization": {"stage": 0}}
+    assert without_masters({"train_batch_size": 4} | half) == {"train_batch_size": 4}
+    divided = config | {"zero_optimization": {"stage": 3}}
+    assert without_masters(divided) == divided | {"zero_allow_untested_optimizer": True}

@@ -337,6 +337,18 @@ def test_an_optimizer_that_is_built_anew_leaves_no_hooks_of_the_one_before(train
     assert (now.scale, now.accumulation, now.interval, now.gains.whole.smoothing) == (4.0, 4, 3, 0.75)
 
 
+@pytest.mark.parametrize(("given", "own_part"), [("restore_file", True), ("finetune_from_model", False)])
+def test_a_run_that_goes_on_keeps_its_workers_parts_and_a_tuning_of_it_is_dealt(
+    trainers: Trainers, tmp_path: Path, given: str, own_part: bool
+) -> None:
+    before = trainers.join(HYBRID)
+    step(before)
+    saved_updates(before, path := tmp_path / "checkpoint.pt")
+    trainers.next_run()
+    trainer = trainers.join("--optimizer hybrid_async --shares auto --update-freq 5", **{given: path})
+    assert trainer.worker.first_micro_batch is not None and trainer._own_part is own_part
+
+
 @pytest.mark.parametrize("masters", ["", "--bf16", "--bf16 --fp16-no-flatten-grads"])
 @pytest.mark.parametrize("restored", [False, True])
 def test_a_worker_of_local_sgd_exchanges_what_its_optimizer_steps(

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 
 from fairseq_async.environment import PLUGINS
 from fairseq_async.pytorch import HybridAsync
-from fairseq_async.pytorch.brought_state import check_brought
+from fairseq_async.pytorch.brought_state import check_brought, checksum_of_moments
 from fairseq_async.server.programs import gradient_main
 from fairseq_async.worker.start.context import WorkerContext
 from tests.helpers.thread_workers import ThreadWorkers
@@ -211,3 +211,17 @@ class Signs(torch.optim.Optimizer):
                     each.mul_(1 - group["lr"] * group["weight_decay"]).add_(mean.sign(), alpha=-group["lr"])
                     each.add_(mean.mean(), alpha=-group["lr"])  # of the whole tensor
 """
+
+
+def test_equal_states_have_one_checksum_in_whatever_order_they_were_loaded() -> None:
+    net = Net()
+    optimizer = Adam(net.parameters(), lr=0.01)
+    net(1).backward()
+    optimizer.step()
+    named = list(net.named_parameters())
+    before = checksum_of_moments(named, [optimizer])
+    for parameter, state in list(optimizer.state.items()):
+        optimizer.state[parameter] = dict(reversed(state.items()))
+    assert checksum_of_moments(named, [optimizer]) == before != ""
+    optimizer.state[net.wide]["exp_avg"][0, 0] += 1.0
+    assert checksum_of_moments(named, [optimizer]) != before

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import (
     ConstantLR,
     CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
+    ExponentialLR,
     LambdaLR,
     LRScheduler,
     OneCycleLR,
@@ -24,6 +25,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
+from fairseq_async.pytorch.schedules import ProgressSchedule
 from fairseq_async.server.plan import whole_steps
 from fairseq_async.server.programs import gradient_main, local_sgd_main
 from tests.helpers.plain_loop import AS_IT_IS, STEPS, backward, flat, net
@@ -429,3 +431,19 @@ def test_a_trainer_does_what_is_due_where_the_run_has_passed_a_multiple(followin
     assert seen == [
         (4, False, False), (8, False, True), (13, True, False), (13, False, False), (21, True, True), (27, False, False)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("taken", [0, 2])
+def test_a_worker_that_joins_late_has_its_schedulers_own_first_rates_unless_that_has_taken_steps(taken: int) -> None:
+    """Of a new scheduler, the optimizer may have been loaded with later ones; of a loaded one, these are its own."""
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.8)
+    scheduler = ExponentialLR(optimizer, 0.5)
+    for _ in range(taken):
+        optimizer.step()
+        scheduler.step()
+    if not taken:
+        optimizer.param_groups[0]["lr"] = 0.1
+    schedule = ProgressSchedule(optimizer, scheduler, total_steps=5)
+    schedule.join(3.0)
+    schedule.follow(3.0)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.8 * 0.5 ** (taken + 3))

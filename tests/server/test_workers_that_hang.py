@@ -121,6 +121,15 @@ def test_what_a_worker_does_that_knows_of_the_end_is_its_own(ending: Ending) -> 
     assert not ending.is_over(5000.0)
 
 
+def test_so_is_what_a_worker_does_that_comes_back_to_a_finished_run(ending: Ending) -> None:
+    ending.second.close()
+    ending.second = Connection(ending.second.service)
+    ending.second.introduce(1)
+    assert hello(ending.second, layout(), updates_per_step=1, last_version=2) and ending.second.last["finished"]
+    ending._loop.peers = [ending.second.peer]
+    assert not ending.is_over(5000.0)
+
+
 def test_a_server_that_was_stopped_takes_nobody_for_one_that_hangs(ending: Ending) -> None:
     assert not ending.is_over(111.0)
     ending.now = 3000.0

@@ -139,6 +139,24 @@ def test_adascale_weighs_the_norms_of_batches_by_their_tokens() -> None:
     assert rule.last_gain == pytest.approx(AdaScaleGain(2, 0.0).update([1.5 * 5, 0.5 * 9], float(mean.square().sum())))
 
 
+def test_a_round_of_fewer_ranks_has_the_gain_of_so_many() -> None:
+    """As where some are dead; afterwards it is that of all again."""
+    generator, gains = torch.Generator().manual_seed(0), list[float]()
+    parameters, alone = torch.zeros(8), AdaScaleGain(4, 0.0)
+    accumulation = HybridAccumulation(torch.optim.SGD([parameters], lr=0.1), 4)
+    rule = AdaScaleRule(accumulation, LearningRate(ScheduleOptions(), lr=0.1, steps=10), smoothing=0.0)
+    for ranks in (4, 2, 3, 4):
+        deltas = 1.0 + torch.randn(ranks, 8, generator=generator)
+        rule.limit_round(ranks)
+        for delta in deltas:
+            rule.apply(parameters, Update(0, 0, 0, 1.0, delta))
+        alone.scale = ranks
+        mean = float(deltas.mean(0).square().sum())
+        assert rule.last_gain == pytest.approx(alone.update(deltas.square().sum(1).tolist(), mean), rel=1e-5)
+        gains.append(rule.last_gain)
+    assert gains[0] == 1.0 < min(gains[1:]), "it shows nothing otherwise"
+
+
 def test_pretraining_has_its_own_learning_rate_or_that_of_the_optimizer(tmp_path: Path) -> None:
     """A step of plain SGD goes twice as far at twice the rate; the optimizer's is 0.1."""
 

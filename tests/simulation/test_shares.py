@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fairseq_async.errors import ConfigurationError, spell_options
@@ -21,7 +21,8 @@ from fairseq_async.server.rounds.dealer import Dealer
 from fairseq_async.server.rounds.shares import Shares
 from fairseq_async.simulation.schedule import LearningRate, make_optimizer, set_lr
 from fairseq_async.simulation.trial import Trial
-from fairseq_async.worker.shards import BatchCounter, place
+from fairseq_async.simulation.workers import LogicalWorker, SharedModel
+from fairseq_async.worker.shards import BatchCounter, ShardOrder, place
 from scripts.bench.hybrid_steps import OwnParts
 from tests.helpers.simulations import Log, experiment, finish, run, trial
 
@@ -170,6 +171,25 @@ def test_the_batches_of_the_following_steps_are_foreseen_while_the_division_stay
     assert [counter.following(key) for key in drawn[:-1]] == drawn[1:]
     position.sequence, position.first_micro_batch = 3, 21
     assert [counter.next(position) for _ in drawn] == drawn, "also where a loop draws them ahead of its steps"
+
+
+def test_a_batch_has_the_random_numbers_of_its_part_and_step_whoever_computes_it() -> None:
+    """Of two workers of the second region, whose numbers begin with 2."""
+    net = nn.Linear(1, 1, bias=False)
+    problem: Any = SimpleNamespace(
+        model=net, batch=lambda indices: None, loss=lambda batch: (torch.rand(()) * net.weight.sum(), 1.0)
+    )
+    model = SharedModel(problem, 1, ShardOrder([8, 8], 3), 3)
+
+    def drawn(worker: int, *batches: tuple[int, int]) -> float:
+        logical = LogicalWorker(worker, torch.zeros(1), number=2 + worker)
+        model.gradient(logical, batches, average=2)
+        return float(logical.delta)
+
+    keys = [(part, number) for part in (0, 1) for number in range(4)]
+    values = {key: drawn(0, key) for key in keys}
+    assert values == {key: drawn(1, key) for key in keys} and len({*values.values()}) == len(keys)
+    assert drawn(1, *keys[:3]) == pytest.approx(sum(values[key] for key in keys[:3]) / 3)
 
 
 def test_a_step_of_so_many_gradients_and_one_without_micro_batches_are_refused() -> None:
