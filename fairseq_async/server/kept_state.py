@@ -72,8 +72,13 @@ class KeptState:
             self._next = self._snapshots.clock() + settings.snapshot_seconds
             self.keep_final(run)
         if not self._noted:
-            self._noted = True
+            self._noted, sent = True, run.coordinator.server.sequences
+            without = ", ".join(str(worker) for worker in range(run.spec.workers) if worker not in sent)
             tell_log(f"{FINISHED} {version:,}")
+            if version and without:
+                self._snapshots.tell(
+                    f"warning: the run has ended without an update of worker {without}: its data is not in the model"
+                )
             if version == 0:
                 self._snapshots.tell(
                     "warning: the run has ended without an update, and the model is as it began: no worker has sent "
