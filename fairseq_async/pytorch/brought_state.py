@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -129,6 +130,23 @@ def warn_of_missing_moments(optimizer: Optimizer, remedy: str, is_saved: Callabl
             )
 
     optimizer.register_state_dict_pre_hook(warn)
+
+
+def note_run(optimizer: Optimizer) -> None:
+    """Notes that the moments of the optimizer were those of a server, and have gone with it."""
+    _left.add(optimizer)
+
+
+def warn_of_run_before(optimizer: Optimizer) -> None:
+    """Says that an optimizer begins another run without the moments that it had at the end of the one before."""
+    if optimizer in _left and not has_stepped(optimizer):
+        say(
+            f"warning: {type(optimizer).__name__} begins anew, since its moments were those of the server of the run "
+            "before: put the block round the whole loop, or give load_state_dict() of this run the state_dict() of that"
+        )
+
+
+_left: WeakSet[Optimizer] = WeakSet()
 
 
 class StateInServer(defaultdict[Any, Any]):

@@ -23,7 +23,9 @@ from fairseq_async.pytorch.brought_state import (
     brought_state,
     check_brought,
     checksum_of_moments,
+    note_run,
     warn_of_missing_moments,
+    warn_of_run_before,
 )
 from fairseq_async.pytorch.fsdp import divided_replica
 from fairseq_async.pytorch.micro_batches import BackwardPasses
@@ -186,6 +188,8 @@ class HybridAsync(AsyncTraining):
         )
         if self._restored is None:
             self._hybrid.details.moments = checksum_of_moments(self._named, self.optimizers)
+            for optimizer in self.optimizers:
+                warn_of_run_before(optimizer)
         return self._hybrid
 
     def _add_hooks(self) -> list[RemovableHandle]:
@@ -206,6 +210,7 @@ class HybridAsync(AsyncTraining):
         for part in self._parts:
             if part.optimizer.state is part.state:
                 part.optimizer.state = defaultdict(dict)
+                note_run(part.optimizer)
 
     @errors_in_one_line()
     def _exchange(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

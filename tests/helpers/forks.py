@@ -48,6 +48,7 @@ LEFT = {
     "worker.start.process": ["_own"],
     "worker.start.store": ["_kept"],
     "worker.start.world": ["_entered"],
+    "pytorch.brought_state": ["_left"],
     "pytorch.training": ["_runs"],
     "pytorch.hf_trainer": ["_callbacks", "_divisions"],
     "deepspeed_plugin.initialize": ["_made"],

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
 
+from fairseq_async.algorithms.rule import State
 from fairseq_async.environment import PLUGINS
 from fairseq_async.pytorch import HybridAsync
 from fairseq_async.pytorch.brought_state import check_brought, checksum_of_moments
@@ -100,6 +101,28 @@ def test_ten_steps_after_a_plain_run_are_its_own(
     (ended,) = workers(1, gradient_main.build).run(go_on)
     for (name, expected), found in zip(net.named_parameters(), ended.parameters(), strict=True):
         assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["anew", "with the state of the run before"])
+def test_an_optimizer_whose_moments_have_gone_with_a_run_before_begins_the_next_with_a_warning(
+    workers: Start, capfd: pytest.CaptureFixture[str], goes_on: bool
+) -> None:
+    net = Net()
+    optimizer, states = Adam(net.parameters(), lr=0.01), list[State]()
+
+    def run(worker: int) -> None:
+        training = HybridAsync(net, optimizer)
+        training.load_state_dict(states[-1] if goes_on and states else {})
+        with training:
+            train(net, optimizer, 3 * len(states), 3 * len(states) + 3)
+            states.append(training.state_dict())
+
+    for _ in range(2):
+        workers(1, gradient_main.build).run(run)
+    assert capfd.readouterr().err.count("warning: Adam begins anew") == (not goes_on)
+    plain = Net()
+    train(plain, Adam(plain.parameters(), lr=0.01), 0, 6)
+    assert all(map(torch.equal, plain.parameters(), net.parameters())) == goes_on
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["both have stepped", "the second has stepped"])
