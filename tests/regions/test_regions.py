@@ -336,7 +336,7 @@ def test_a_region_that_goes_on_brings_a_new_global_server_its_own_parameters(tmp
             server, 0, region_spec(upstream.format(f"127.0.0.1:{port}")), start=torch.full((5,), 99.0)
         )
         worker.push(torch.ones(5))
-        wait_until(lambda: server.told[-1].endswith("; this region goes on, and tries again"))
+        wait_until(lambda: any(line.endswith("; this region goes on, and tries again") for line in server.told))
         with global_server(tmp_path / "anew", regions=1, port=port) as above:
             wait_until(lambda: above.service.begun is not None)
             assert torch.equal(parameter_server(above).parameters, trained)
