@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from fairseq_async.algorithms.rule import State
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.records.state_files import write_state
 from fairseq_async.worker.connection.server_connection import ServerConnection
 
@@ -15,8 +16,14 @@ def fetch_state(client: ServerConnection, run_dir: Path) -> State:
     """Fetches the server's state, which the server gives to worker 0 only.
 
     Raises:
-        RefusedError: this is another worker, or the state cannot be written.
+        ConfigurationError: this is another worker.
+        RefusedError: the state cannot be written.
     """
+    if client.worker > 0:
+        raise ConfigurationError(
+            f"server_parameters() on worker {client.worker}: the server gives its state to worker 0 alone: write if "
+            "worker.worker == 0 before it, or call worker.pull() on every worker"
+        )
     run_dir.mkdir(parents=True, exist_ok=True)  # the server's run_dir may be another one
     path = run_dir / ".state-for-checkpoint.pt"
     try:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from torch.optim import LBFGS, SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.testing._internal.two_tensor import TwoTensor
 
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.pytorch import AsyncLocalSGD
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.worker.async_worker import MOST_LEFT_OUT
+from fairseq_async.worker.server_state import fetch_state
 from fairseq_async.worker.start.context import check_guard
 from tests.helpers.thread_workers import ThreadWorkers
 
@@ -248,6 +251,14 @@ def test_what_is_pulled_in_a_round_is_the_servers_also_where_work_starts_elsewhe
 
     ((pulled, servers),) = workers(1, local_sgd_main.build).run(train)
     assert pulled.any() and torch.equal(pulled, servers)
+
+
+def test_only_worker_0_is_given_the_servers_parameters_and_another_is_told_what_to_do(tmp_path: Path) -> None:
+    said = (
+        r"server_parameters\(\) on worker 1: the server gives its state to worker 0 alone: write if worker.worker == 0"
+    )
+    with pytest.raises(ConfigurationError, match=said):
+        fetch_state(MagicMock(worker=1), tmp_path)
 
 
 def test_a_state_brings_the_outer_momentum_back(workers: Start, tmp_path: Path) -> None:
