@@ -337,6 +337,35 @@ def test_an_optimizer_that_is_built_anew_leaves_no_hooks_of_the_one_before(train
     assert (now.scale, now.accumulation, now.interval, now.gains.whole.smoothing) == (4.0, 4, 3, 0.75)
 
 
+@BOTH
+def test_what_compressed_updates_have_left_unsent_is_there_again_after_a_resume(
+    trainers: Trainers, tmp_path: Path, method: str
+) -> None:
+    def residual(trainer: Any) -> torch.Tensor:
+        found: torch.Tensor = trainer.worker.compressor_state()["parts"][0]["feedback"]["residual"]
+        return found
+
+    before = trainers.join(f"{method} --compress topk")
+    step(before, 3)
+    saved_updates(before, path := tmp_path / "checkpoint.pt")
+    trainers.next_run()
+    after = trainers.join(f"{method} --compress topk", restore_file=path)
+    assert residual(before).any() and torch.equal(residual(after), residual(before))
+
+
+@pytest.mark.parametrize(("ranks", "within", "saves"), [(1, True, True), (2, True, False), (2, False, True)])
+def test_an_island_saves_nothing_from_amid_a_step_where_its_ranks_cannot_fetch_the_state_together(
+    trainers: Trainers, tmp_path: Path, ranks: int, within: bool, saves: bool
+) -> None:
+    trainer = trainers.join(HYBRID)
+    step(trainer)
+    trainer.consolidate_optimizer()
+    trainer.session.context = replace(trainer.session.context, island_size=ranks)
+    trainer._in_train_step = within
+    trainer.save_checkpoint(str(path := tmp_path / "crash.pt"), {"train_iterator": {"epoch": 1}})
+    assert path.exists() is saves
+
+
 @pytest.mark.parametrize(("given", "own_part"), [("restore_file", True), ("finetune_from_model", False)])
 def test_a_run_that_goes_on_keeps_its_workers_parts_and_a_tuning_of_it_is_dealt(
     trainers: Trainers, tmp_path: Path, given: str, own_part: bool

@@ -125,10 +125,13 @@ def test_a_trainer_is_one_of_all_ranks_only_while_it_makes_the_loader_of_its_tra
     divided: Any = import_module("fairseq_async.pytorch.divided")
     state, loading = SimpleNamespace(num_processes=1, process_index=0), SimpleNamespace(dispatch_batches=True)
     trainer = SimpleNamespace(accelerator=SimpleNamespace(state=state, dataloader_config=loading))
-    with pytest.raises(KeyError), divided.Division._as_one_of(SimpleNamespace(), trainer, 6, 4):
+    division = SimpleNamespace()
+    with pytest.raises(KeyError), divided.Division._as_one_of(division, trainer, 6, 4):
         assert (vars(state), loading.dispatch_batches) == ({"num_processes": 6, "process_index": 4}, False)
+        assert division._making
         raise KeyError
     assert (vars(state), loading.dispatch_batches) == ({"num_processes": 1, "process_index": 0}, True)
+    assert not division._making
 
 
 def test_a_loader_draws_all_data_if_its_set_is_the_whole_one_and_its_sampler_leaves_nothing_out(
