@@ -3,10 +3,11 @@
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from matplotlib import pyplot
 
 from fairseq_async import cli
 from fairseq_async.records.event_log import ROLLBACKS
@@ -17,6 +18,13 @@ from fairseq_async.reporting.runs import load
 from scripts.faults.sgd_server import sgd_spec
 
 FAIRSEQ = {"inner_optimizer": {"_name": "sgd"}}
+
+
+@pytest.fixture(autouse=True)
+def drawn() -> Iterator[None]:
+    """What a test draws without a page stays open."""
+    yield
+    pyplot.close("all")
 
 
 def write_run(
