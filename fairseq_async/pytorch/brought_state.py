@@ -132,7 +132,7 @@ def warn_of_missing_moments(optimizer: Optimizer, remedy: str, is_saved: Callabl
     optimizer.register_state_dict_pre_hook(warn)
 
 
-def note_run(optimizer: Optimizer) -> None:
+def note_end_of_run(optimizer: Optimizer) -> None:
     """Notes that the moments of the optimizer were those of a server, and have gone with it."""
     _left.add(optimizer)
 

@@ -23,7 +23,7 @@ from fairseq_async.pytorch.brought_state import (
     brought_state,
     check_brought,
     checksum_of_moments,
-    note_run,
+    note_end_of_run,
     warn_of_missing_moments,
     warn_of_run_before,
 )
@@ -210,7 +210,7 @@ class HybridAsync(AsyncTraining):
         for part in self._parts:
             if part.optimizer.state is part.state:
                 part.optimizer.state = defaultdict(dict)
-                note_run(part.optimizer)
+                note_end_of_run(part.optimizer)
 
     @errors_in_one_line()
     def _exchange(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
