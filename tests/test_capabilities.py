@@ -15,8 +15,8 @@ from torch import nn
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import flags, refused
-from fairseq_async.fairseq_plugin.adascale import AdaScaleTrainer
-from fairseq_async.fairseq_plugin.adasum import AdasumTrainer
+from fairseq_async.fairseq_plugin.synchronous.adascale import AdaScaleTrainer
+from fairseq_async.fairseq_plugin.synchronous.adasum import AdasumTrainer
 from fairseq_async.method.methods import SYNCHRONOUS
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
 from fairseq_async.worker.start import world

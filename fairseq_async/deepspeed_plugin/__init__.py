@@ -4,7 +4,7 @@
 """
 
 from fairseq_async.deepspeed_plugin.initialize import initialize
-from fairseq_async.pytorch.torchaudio import hide_broken_torchaudio
+from fairseq_async.pytorch.trainer.torchaudio import hide_broken_torchaudio
 
 __all__ = ["attach", "initialize"]
 

@@ -26,9 +26,9 @@ from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.initialize import initialize
 from fairseq_async.errors import AsyncError, fail, spell_options
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions, divides_by_default
-from fairseq_async.pytorch.accumulation import check_counting, follows_shares
-from fairseq_async.pytorch.divided import Division, Place
-from fairseq_async.pytorch.follow_run import FollowRun, Plan, Worker, wrap
+from fairseq_async.pytorch.trainer.accumulation import check_counting, follows_shares
+from fairseq_async.pytorch.trainer.divided import Division, Place
+from fairseq_async.pytorch.trainer.follow_run import FollowRun, Plan, Worker, wrap
 from fairseq_async.server.optimizers.learning_rates import present_rates
 from fairseq_async.worker.start.process import errors_in_one_line
 from fairseq_async.worker.start.server_process import say

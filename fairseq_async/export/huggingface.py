@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from fairseq_async.errors import ConfigurationError, first_line
 from fairseq_async.export.reading import Source, Tensors, fitted, load_tensors, save_tensors, unwrapped
-from fairseq_async.pytorch.torchaudio import hide_broken_torchaudio
+from fairseq_async.pytorch.trainer.torchaudio import hide_broken_torchaudio
 
 _WEIGHTS, _ADAPTER, _ADAPTER_CONFIG = "model.safetensors", "adapter_model.safetensors", "adapter_config.json"
 _OF_A_MODEL = ("*.json", "*.txt", "*.model", "*.jinja")  # files of configuration and tokenizer

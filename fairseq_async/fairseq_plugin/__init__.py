@@ -7,14 +7,14 @@ import atexit
 
 from fairseq_async.errors import ConfigurationError, fail
 from fairseq_async.fairseq_plugin import flags
-from fairseq_async.fairseq_plugin.adascale import AdaScaleOptimizer, AdaScaleTrainer
-from fairseq_async.fairseq_plugin.adasum import AdasumOptimizer, AdasumTrainer
 from fairseq_async.fairseq_plugin.compat.checkpoints import trust_plain_data
 from fairseq_async.fairseq_plugin.compat.numpy_names import restore_names
 from fairseq_async.fairseq_plugin.compat.shutdown import end_prefetching
 from fairseq_async.fairseq_plugin.hybrid import HybridAsync, HybridTrainer
 from fairseq_async.fairseq_plugin.local_sgd import LocalSGDFlags, LocalSGDTrainer
 from fairseq_async.fairseq_plugin.registry import AsynchronousMethod, SynchronousMethod, register_method
+from fairseq_async.fairseq_plugin.synchronous.adascale import AdaScaleOptimizer, AdaScaleTrainer
+from fairseq_async.fairseq_plugin.synchronous.adasum import AdasumOptimizer, AdasumTrainer
 
 if __name__ != "fairseq_async.fairseq_plugin":  # fairseq imports a --user-dir by the name of its directory
     fail(ConfigurationError("--user-dir .../fairseq_async/fairseq_plugin: give the directory above, fairseq_async"))

@@ -1,7 +1,7 @@
 """A callback that makes the ``Trainer`` of transformers a worker of an asynchronous run, without DeepSpeed."""
 # ruff: noqa: E402 - transformers is imported after a broken torchaudio is hidden from it
 
-from fairseq_async.pytorch.torchaudio import hide_broken_torchaudio
+from fairseq_async.pytorch.trainer.torchaudio import hide_broken_torchaudio
 
 hide_broken_torchaudio()
 
@@ -19,12 +19,12 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions, divides_by_default
-from fairseq_async.pytorch.accumulation import check_counting, follows_shares
-from fairseq_async.pytorch.divided import Division, Place
-from fairseq_async.pytorch.follow_run import FollowRun, Plan, RunSchedule, take_back, wrap
 from fairseq_async.pytorch.hybrid import HybridAsync
 from fairseq_async.pytorch.local_sgd import AsyncLocalSGD
 from fairseq_async.pytorch.options import parse_options
+from fairseq_async.pytorch.trainer.accumulation import check_counting, follows_shares
+from fairseq_async.pytorch.trainer.divided import Division, Place
+from fairseq_async.pytorch.trainer.follow_run import FollowRun, Plan, RunSchedule, take_back, wrap
 from fairseq_async.pytorch.training import AsyncTraining
 from fairseq_async.worker.batches import note_calls
 from fairseq_async.worker.hybrid import HybridWorker

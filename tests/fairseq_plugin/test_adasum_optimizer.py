@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from fairseq_async.algorithms import adasum
-from fairseq_async.fairseq_plugin import adasum as plugin
-from fairseq_async.fairseq_plugin.adasum import AdasumOptimizer
+from fairseq_async.fairseq_plugin.synchronous import adasum as plugin
+from fairseq_async.fairseq_plugin.synchronous.adasum import AdasumOptimizer
 from tests.helpers.fairseq_flags import parsed
 from tests.helpers.fairseq_jobs import ADAM, ADASUM
 

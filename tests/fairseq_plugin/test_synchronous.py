@@ -10,10 +10,10 @@ import pytest
 from fairseq_cli import train
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.fairseq_plugin.adascale import AdaScaleTrainer
-from fairseq_async.fairseq_plugin.adasum import AdasumTrainer
 from fairseq_async.fairseq_plugin.refused import started_ranks
 from fairseq_async.fairseq_plugin.session import Main
+from fairseq_async.fairseq_plugin.synchronous.adascale import AdaScaleTrainer
+from fairseq_async.fairseq_plugin.synchronous.adasum import AdasumTrainer
 from tests.helpers.commands import MODEL, PACKAGE, Processes, command
 from tests.helpers.fairseq_flags import parsed
 from tests.helpers.fairseq_jobs import ADAM, ADASCALE, ADASUM, SGD

@@ -32,4 +32,4 @@ def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StartWo
 def following(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module that makes a ``Trainer`` follow a run."""
     monkeypatch.setitem(sys.modules, "torchaudio", None)  # transformers would import it; it may not fit this torch
-    return import_module("fairseq_async.pytorch.follow_run")
+    return import_module("fairseq_async.pytorch.trainer.follow_run")

@@ -17,7 +17,7 @@ from fairseq_async.errors import ConfigurationError
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "torchaudio", None)  # transformers would import it; it may not fit this torch
-    return import_module("fairseq_async.pytorch.accumulation")
+    return import_module("fairseq_async.pytorch.trainer.accumulation")
 
 
 def test_the_loops_position_is_one_within_the_step(module: Any) -> None:
@@ -125,6 +125,6 @@ def test_data_and_sampler_are_told_the_pass_whose_batches_are_dealt(module: Any)
     data, order = Told(range(6)), Told(range(6))
     shard = BatchSamplerShard(BatchSampler(order, 1, drop_last=False), num_processes=2, process_index=0)
     loader = SimpleNamespace(dataset=data, collate_fn=list, batch_sampler=shard)
-    batches = import_module("fairseq_async.pytorch.dealt")._Batches(loader, workers=2, micro_batches=2)
+    batches = import_module("fairseq_async.pytorch.trainer.dealt")._Batches(loader, workers=2, micro_batches=2)
     assert [batches[0, number][1] for number in (0, 3, 4, 5)] == [[0], None, [0], [2]]
     assert data.passes == order.passes == (0, 1)

@@ -122,7 +122,7 @@ def test_a_trainer_is_one_of_all_ranks_only_while_it_makes_the_loader_of_its_tra
 ) -> None:
     """Its evaluation draws all of its data, in the way that the script has chosen."""
     monkeypatch.setitem(sys.modules, "torchaudio", None)  # transformers would import it; it may not fit this torch
-    divided: Any = import_module("fairseq_async.pytorch.divided")
+    divided: Any = import_module("fairseq_async.pytorch.trainer.divided")
     state, loading = SimpleNamespace(num_processes=1, process_index=0), SimpleNamespace(dispatch_batches=True)
     trainer = SimpleNamespace(accelerator=SimpleNamespace(state=state, dataloader_config=loading))
     division = SimpleNamespace()
@@ -139,7 +139,7 @@ def test_a_loader_draws_all_data_if_its_set_is_the_whole_one_and_its_sampler_lea
 ) -> None:
     """Another data set, of whatever length, may be this worker's own."""
     monkeypatch.setitem(sys.modules, "torchaudio", None)
-    divided: Any = import_module("fairseq_async.pytorch.divided")
+    divided: Any = import_module("fairseq_async.pytorch.trainer.divided")
     data, load = list(range(8)), DataLoader[int]
     part: Any = DistributedSampler(data, num_replicas=2, rank=1)  # type: ignore[arg-type]
     others = [load(data, sampler=part), load(data[::2]), load(data[::-1]), SimpleNamespace(dataset=data)]  # type: ignore

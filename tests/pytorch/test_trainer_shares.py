@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset
 
-from fairseq_async.pytorch.dealt import DealtBatches, can_be_dealt
+from fairseq_async.pytorch.trainer.dealt import DealtBatches, can_be_dealt
 from tests.helpers.commands import DEEPSPEED, HELPERS, ROOT, Processes, command
 from tests.helpers.sines import BATCH, CLIP, RATE, SAVED_AT, UNUSED, Net, Sines
 from tests.helpers.stand_ins import Position

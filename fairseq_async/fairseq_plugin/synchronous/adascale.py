@@ -22,7 +22,7 @@ from fairseq_async.fairseq_plugin.compat.precision import fp32_masters, scales
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.session import attach
-from fairseq_async.fairseq_plugin.synchronous_trainer import SynchronousTrainer, WrappedOptimizer
+from fairseq_async.fairseq_plugin.synchronous.trainer import SynchronousTrainer, WrappedOptimizer
 from fairseq_async.options.config import AdaScaleOptions
 
 logger = logging.getLogger(__name__)

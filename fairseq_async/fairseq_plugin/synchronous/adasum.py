@@ -18,7 +18,7 @@ from fairseq_async.fairseq_plugin.compat.checkpoints import of_another_optimizer
 from fairseq_async.fairseq_plugin.compat.precision import has_flat_master
 from fairseq_async.fairseq_plugin.compat.types import FairseqConfig, FairseqObject, StateDict
 from fairseq_async.fairseq_plugin.session import attach
-from fairseq_async.fairseq_plugin.synchronous_trainer import SynchronousTrainer, WrappedOptimizer
+from fairseq_async.fairseq_plugin.synchronous.trainer import SynchronousTrainer, WrappedOptimizer
 
 _PLAIN = {"sgd", "nag"}
 _Aggregate = Callable[[Tensor], Tensor]

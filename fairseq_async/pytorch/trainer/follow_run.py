@@ -14,7 +14,7 @@ from transformers.trainer_utils import has_length
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.pytorch.accumulation import (
+from fairseq_async.pytorch.trainer.accumulation import (
     Accumulation,
     averages_over_tokens,
     is_divided_by_micro_batches,

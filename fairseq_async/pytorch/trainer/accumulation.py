@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer
 
 from fairseq_async.errors import ConfigurationError, option
-from fairseq_async.pytorch.dealt import DealtBatches, can_be_dealt
+from fairseq_async.pytorch.trainer.dealt import DealtBatches, can_be_dealt
 from fairseq_async.worker.hybrid import HybridWorker
 
 _TOKENS = "num_items_in_batch"

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from fairseq_async.errors import fail
-from fairseq_async.pytorch.follow_run import wrap
+from fairseq_async.pytorch.trainer.follow_run import wrap
 
 Place: TypeAlias = tuple[int, int]  # the number of ranks of all workers together, and this one's among them
 _OWN = ("transformers", "accelerate", "deepspeed")  # whose code asks for the worker's own numbers
