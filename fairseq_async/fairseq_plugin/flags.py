@@ -94,7 +94,7 @@ def add_synchronous_method(parser: ArgumentParser, method: str, legacy: bool) ->
     """
     _add(parser, method)
     devices = _set_up_ranks(parser, legacy)
-    _inner_class(method, refused.check_ranks(INNER_OPTIMIZER.default, devices)).add_args(parser)
+    _inner_class(method, refused.check_started(INNER_OPTIMIZER.default, devices)).add_args(parser)
 
 
 def _set_up_ranks(parser: ArgumentParser, legacy: bool) -> int:

@@ -52,7 +52,7 @@ def enter_worker(default: str) -> tuple[str, int]:
     return str(given.inner_optimizer), ranks
 
 
-def check_ranks(default: str, devices: int) -> str:
+def check_started(default: str, devices: int) -> str:
     """Ends this process with one line if fairseq would look for ranks that nobody has started.
 
     Args:

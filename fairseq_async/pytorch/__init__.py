@@ -6,7 +6,7 @@ They are :class:`AsyncLocalSGD` and :class:`HybridAsync`; ``fairseq_async.pytorc
 
 from fairseq_async.algorithms.muon import MuonAdamW, muon_groups
 from fairseq_async.pytorch.hybrid import HybridAsync
+from fairseq_async.pytorch.islands import enter_island
 from fairseq_async.pytorch.local_sgd import AsyncLocalSGD
-from fairseq_async.pytorch.training import enter_island
 
 __all__ = ["AsyncLocalSGD", "HybridAsync", "MuonAdamW", "enter_island", "muon_groups"]

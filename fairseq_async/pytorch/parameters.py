@@ -7,27 +7,21 @@ from itertools import chain, pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import get_world_size, is_initialized
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.protocol.sketches import sketch_of
 from fairseq_async.pytorch.fsdp import check_divided, norm_of_parts, reshard
 from fairseq_async.server.optimizers.torch_optimizer import check_of_model
 from fairseq_async.worker.async_worker import AsyncWorker
-from fairseq_async.worker.start.process import errors_in_one_line
 
 _NORMALISATIONS = (_NormBase, _SpectralNorm)
 _HALF = (torch.bfloat16, torch.float16)
-_OF_RANKS = (DistributedDataParallel, FSDPModule)
 _COMPILED = "_orig_mod."  # before each name in a model that torch.compile has wrapped
 
 
@@ -111,60 +105,6 @@ def one_model(models: Sequence[nn.Module]) -> nn.Module:
                 f"model is a {type(each).__name__}: give a torch.nn.Module, or a list of them, and then its optimizer"
             )
     return models[0] if len(models) == 1 else nn.ModuleList(models)
-
-
-def check_ranks(model: nn.Module, ranks: int, alone: bool) -> None:
-    """Checks that the ranks of a worker, and no others, wait for each other in each step.
-
-    Args:
-        alone: whether torch.distributed has no other ranks than this worker's.
-
-    Raises:
-        ConfigurationError: one rank has a model that waits for others, or several have one that does not.
-    """
-    models = model if isinstance(model, nn.ModuleList) else [model]
-    for each in models:
-        if any(isinstance(module, FullyShardedDataParallel) for module in each.modules()):
-            raise ConfigurationError(
-                "the model is in FullyShardedDataParallel, of whose flat parameters each rank has a part: use "
-                "fully_shard, of which accelerate's name is fsdp_version 2"
-            )
-        if isinstance(each, _OF_RANKS) and ranks == 1 and not alone:
-            _refuse("fully_shard" if isinstance(each, FSDPModule) else "DistributedDataParallel")
-        if ranks > 1 and not isinstance(each, _OF_RANKS):
-            raise ConfigurationError(
-                f"this worker has {ranks} ranks, and the model is a {type(each).__name__}: put it into "
-                "DistributedDataParallel or fully_shard, which give all ranks the mean of their gradients"
-            )
-
-
-def refuse_within_ranks(model: nn.Module) -> list[RemovableHandle]:
-    """From now on, ends the process with one line where the model of a worker of one rank is called by a
-    DistributedDataParallel, which a script has unwrapped for the run alone: the workers would wait for each other."""
-
-    @errors_in_one_line()
-    def check(*_: object) -> None:
-        if DistributedDataParallel._active_ddp_module is not None:
-            _refuse("DistributedDataParallel")
-
-    if not (is_initialized() and get_world_size() > 1):
-        return []
-    models = model if isinstance(model, nn.ModuleList) else [model]
-    return [each.register_forward_pre_hook(check) for each in models]
-
-
-def _refuse(kind: str) -> None:
-    raise ConfigurationError(
-        f"the model is in {kind}, whose ranks wait for each other: unwrap it, and call the unwrapped model; or make "
-        "several ranks one worker, by fairseq_async.torch.enter_island(SIZE) before init_process_group or Accelerator()"
-    )
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the model, or a list of models, without DistributedDataParallel round it."""
-    if isinstance(model, nn.ModuleList):
-        return nn.ModuleList([unwrapped(each) for each in model])
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:

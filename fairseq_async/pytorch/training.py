@@ -18,19 +18,17 @@ from torch.utils.hooks import RemovableHandle
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.environment import WORKER
-from fairseq_async.errors import USER_ERROR, ConfigurationError, as_argument, fail, has_failed, spell_options
+from fairseq_async.errors import USER_ERROR, ConfigurationError, fail, has_failed
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.options.config import ServerOptions
+from fairseq_async.pytorch.islands import check_model, refuse_within_ranks, unwrapped
 from fairseq_async.pytorch.parameters import (
     check_exchanged,
     check_optimizers,
-    check_ranks,
     drop_gradients,
     exchanged_parameters,
     note_untrained,
     one_model,
-    refuse_within_ranks,
-    unwrapped,
 )
 from fairseq_async.pytorch.steps import allow_steps, refuse_early, refuse_step, watch_steps
 from fairseq_async.worker.async_worker import AsyncWorker
@@ -38,10 +36,10 @@ from fairseq_async.worker.batches import note_calls
 from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.loop import WorkerLoop
 from fairseq_async.worker.server_state import fetch_state
-from fairseq_async.worker.start.context import WorkerContext, ranks_of_launcher
+from fairseq_async.worker.start.context import WorkerContext
 from fairseq_async.worker.start.process import errors_in_one_line
 from fairseq_async.worker.start.server_process import ServerProcess
-from fairseq_async.worker.start.world import check_not_started, connect_rank, enter_world, entered_world
+from fairseq_async.worker.start.world import connect_rank, entered_world
 
 _ONE_RUN = ("RANK", WORKER)  # set by launchers, which tell a process of one server
 _Self = TypeVar("_Self", bound="AsyncTraining")
@@ -79,7 +77,7 @@ class AsyncTraining(ABC):
         self.optimizers: list[Optimizer] = listed(optimizer)
         self._context = entered_world() or WorkerContext.find()
         given = one_model(listed(model))
-        check_ranks(given, self._context.island_size, entered_world() is not None)
+        check_model(given, self._context.island_size, entered_world() is not None)
         self._model = unwrapped(given)
         check_optimizers(self.optimizers, self._context.island_size)
         self._server_options, self._run_dir = server, Path(server.run_dir)
@@ -353,30 +351,6 @@ class AsyncTraining(ABC):
             sys.stderr.write(
                 "fairseq-async: the run has finished: steps change nothing any more; see worker.finished\n"
             )
-
-
-@errors_in_one_line()
-def enter_island(size: int | None = None) -> None:
-    """Makes this process one of the ``size`` ranks of a worker, and these ranks ``torch.distributed``'s whole world.
-
-    Call it before ``init_process_group``, in each process that torchrun has started on one machine or on several, and
-    put the model into ``DistributedDataParallel`` or ``fully_shard`` then. A worker's ranks have neighbouring numbers.
-
-    Example::
-
-        enter_island(2)  # of torchrun's ranks 0 and 1, 2 and 3, …
-        torch.distributed.init_process_group("nccl")
-        model = DistributedDataParallel(model)
-        with HybridAsync(model, optimizer, total_steps=1000) as worker:
-            ...
-    """
-    spell_options(as_argument)
-    size = ranks_of_launcher() if size is None else size
-    if not (isinstance(size, int) and size >= 1):
-        raise ConfigurationError(f"enter_island({size!r}): give the number of a worker's ranks, 1 or more")
-    if entered_world() is None:
-        check_not_started("call enter_island before init_process_group")
-    enter_world(size)
 
 
 def listed(given: Any) -> list[Any]:

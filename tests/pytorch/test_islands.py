@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync, enter_island, parameters
+from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync, enter_island, islands
 from fairseq_async.server.programs import gradient_main
 from fairseq_async.worker.start import world
 from fairseq_async.worker.start.context import WorkerContext
@@ -118,7 +118,7 @@ def test_a_world_of_all_ranks_is_refused_and_so_is_a_model_that_waits_for_them(
         with pytest.raises(SystemExit) as ended:
             make()
         assert ended.value.code == 2 and message in capfd.readouterr().err
-    both = parameters.unwrapped(nn.ModuleList([model, net()]))
+    both = islands.unwrapped(nn.ModuleList([model, net()]))
     assert [name for name, _ in both.named_parameters()][0] == "0.0.weight"  # as in islands of another kind
     monkeypatch.setattr(world, "_entered", [WorkerContext(0, 2, rank=1, island_size=2)])
     for method, options, message in (
@@ -136,7 +136,7 @@ def test_a_model_that_is_unwrapped_for_the_block_alone_is_one_line(
     workers: Callable[..., ThreadWorkers], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its ranks would wait for each other, and each send the server the mean of all."""
-    monkeypatch.setattr(parameters, "get_world_size", lambda: 2)
+    monkeypatch.setattr(islands, "get_world_size", lambda: 2)
     model = DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
