@@ -309,6 +309,15 @@ def test_a_run_that_is_finished_before_its_first_whole_step_ends(trainers: Train
     assert second.get_num_updates() >= second.cfg.optimization.max_update >= 1
 
 
+@BOTH
+def test_a_worker_that_comes_to_a_run_that_is_over_has_no_step_to_take(trainers: Trainers, method: str) -> None:
+    """Though the run's progress is that of the worker: no step, as here, or as many as a checkpoint has."""
+    first = trainers.join(method, worker=0, workers=2)
+    first.session.client.leave(finished=True)
+    late = trainers.join(method, worker=1, workers=2)
+    assert late.get_num_updates() >= late.cfg.optimization.max_update >= 1
+
+
 def test_a_parameter_that_cannot_be_exchanged_is_one_line(trainers: Trainers) -> None:
     trainer = trainers.make(HYBRID)
     layers = trainer.model.net.layers
