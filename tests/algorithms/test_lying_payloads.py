@@ -60,6 +60,13 @@ def test_a_header_that_lies_is_refused(codec: Codec) -> None:
         codec.decode(codec.encode(vector(300)), 299)
 
 
+@OF_EACH
+def test_a_body_with_a_byte_behind_its_last_value_is_refused(codec: Codec) -> None:
+    body = codec.encode(vector(300))[32:]
+    with pytest.raises(CodecError):
+        codec.decode(seal(codec.number, (300,), [body, b"\0"]), 300)
+
+
 @pytest.mark.parametrize(
     ("codec", "at", "new", "said"),
     [

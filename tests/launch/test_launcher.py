@@ -133,6 +133,17 @@ def test_a_worker_that_has_ended_in_order_without_a_part_in_the_run_ends_it(
         launcher._check_absent()
 
 
+def test_what_workers_do_just_before_their_end_is_read(tmp_path: Path) -> None:
+    """A short run would else have trained nothing, and the last line of each one would lack its last updates."""
+    launcher = Launcher(ScriptCommand(["python", __file__], tmp_path, resumes=False), LaunchOptions(1, max_restarts=0))
+    launcher.display = MagicMock()
+    launcher.display.progress.begun = False
+    launcher.display.refresh.side_effect = lambda: setattr(launcher.display.progress, "begun", True)
+    (worker,) = launcher.processes.workers
+    worker.process = MagicMock(returncode=0, poll=MagicMock(return_value=0))
+    launcher._watch()
+
+
 @pytest.mark.parametrize("finished", [False, True], ids=["started again", "given up"])
 def test_what_a_dead_worker_has_left_is_killed_before_another_takes_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool

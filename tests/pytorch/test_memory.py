@@ -64,6 +64,7 @@ def test_a_parameter_that_cannot_be_exchanged_is_one_line(make: Callable[[], nn.
 def test_parts_of_one_flat_tensor_and_tied_parameters_are_parameters_like_others() -> None:
     model, flat = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(8)
     model[0].weight.data, model[1].weight.data = flat[:4].view(2, 2), flat[4:].view(2, 2)
+    check_memory(model)
     model[1].bias = model[0].bias
     model[0].weight.requires_grad_(False)
     model[1].weight.requires_grad_(False).data = model[0].weight.data

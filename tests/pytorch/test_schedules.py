@@ -445,5 +445,5 @@ def test_a_worker_that_joins_late_has_its_schedulers_own_first_rates_unless_that
         optimizer.param_groups[0]["lr"] = 0.1
     schedule = ProgressSchedule(optimizer, scheduler, total_steps=5)
     schedule.join(3.0)
-    schedule.follow(3.0)
+    schedule.follow(3.0 - 1e-9)  # as parts of steps may add up
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.8 * 0.5 ** (taken + 3))

@@ -110,6 +110,15 @@ def test_a_run_has_its_steps_and_no_more_and_the_last_ones_are_waited_for() -> N
     assert plan.finished
 
 
+def test_a_round_that_is_begun_again_after_a_restart_counts_as_long_as_it_is_now() -> None:
+    """Others have taken most of the steps that were left: what is promised would be more than the worker takes."""
+    plan, again = (LocalStepPlan(2, 8, total_steps=10, dynamic_local_steps=False, shards=[9, 9], seed=1) for _ in "ab")
+    plan.assign(0), plan.assign(1)
+    again.load_state_dict(plan.state_dict())
+    again.record(0, report(14))
+    assert again.assign(1).local_steps == 6 and again.assigned[1].steps == 6
+
+
 def test_shards_are_used_by_their_size_and_drawn_without_overlap() -> None:
     plan = LocalStepPlan(2, 5, total_steps=0, dynamic_local_steps=False, shards=[100, 300], seed=1)
     drawn: set[tuple[int, int]] = set()

@@ -112,6 +112,20 @@ def test_an_outer_rule_steps_equally_in_any_number_of_shards(outer: str, tmp_pat
             assert repr(replace(ours, cosine=0.0)) == repr(replace(theirs, cosine=0.0))
 
 
+@pytest.mark.parametrize("outer", sorted({*OUTER} - {"diloco"}))
+def test_each_fragment_has_the_outer_rule_of_a_model_of_its_tensors_alone(outer: str) -> None:
+    random, parameters = torch.Generator().manual_seed(1), torch.zeros(LAYOUT.size)
+    whole, _ = local_sgd_main.build(local_sgd(1, outer, fragments=3, local_steps=3), LAYOUT, parameters)
+    for turn, fragment in enumerate(LAYOUT.fragments(3)):
+        own, layout = torch.zeros(fragment.size), Layout(LAYOUT.segments[fragment.tensors])
+        rule, _ = local_sgd_main.build(local_sgd(1, outer), layout, own)
+        for number in range(4):
+            delta = torch.randn(fragment.size, generator=random)
+            whole.apply(parameters, Update(0, 3 * number + turn, 0, 1.0, delta.clone()))
+            rule.apply(own, Update(0, number, 0, 1.0, delta))
+        assert torch.equal(fragment.of(parameters), own)
+
+
 @pytest.mark.parametrize("staleness", [StalenessPolicy(power=-0.5), StalenessPolicy(compensation=0.3)], ids=repr)
 def test_what_a_stale_update_is_worth_is_the_same_in_all_shards(staleness: StalenessPolicy, tmp_path: Path) -> None:
     (plain, _), *_ = results(local_sgd_main.build, lambda shards: local_sgd(shards, "mla"), tmp_path)

@@ -178,6 +178,14 @@ def test_a_worker_may_take_several_times_the_longer_of_its_longest_and_its_prese
     assert [it.hangs(1, 58.0 + after, work=1.0) for after in (199.0, 201.0)] == [False, True]
 
 
+def test_the_work_of_a_worker_that_has_sent_no_update_may_take_several_times_the_longest_of_any_other() -> None:
+    """Also where no first update is waited for any more, as at the end."""
+    it = members(0.0)
+    it.ask(1, 107.0, update=True)  # after 100 seconds
+    it.connect(2, "another process", 110.0)
+    assert [it.hangs(2, 110.0 + after, first_update_timeout=0.0) for after in (399.0, 401.0)] == [False, True]
+
+
 def test_a_worker_that_is_not_ready_has_the_time_of_one_that_has_not_come() -> None:
     it = Membership(2, now=0.0, timeout=60.0, arrival_timeout=600.0)
     for worker, ready in ((0, True), (1, False)):

@@ -13,6 +13,7 @@ from torch import nn
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.reporting.runs import load
+from fairseq_async.simulation.problems.gaussians import Gaussians
 from fairseq_async.simulation.simulate import Simulator
 from tests.helpers.commands import MODEL, Processes, command
 from tests.helpers.simulations import METHODS, experiment
@@ -85,6 +86,11 @@ def test_a_validation_is_without_dropout_weighs_by_tokens_and_leaves_the_model_i
     problem: Any = SimpleNamespace(model=model, criterion=criterion, held_out=held_out, _on_device=lambda each: each)
     assert Translation.evaluate(problem) == (2.0 + 4.0) / (1.0 + 3.0)
     assert modes == [False, False] and model.training
+
+
+def test_the_data_of_a_problem_follow_from_the_seed() -> None:
+    first, same, other = (Gaussians(seed, torch.device("cpu"), samples=64).batch(range(64))[0] for seed in (1, 1, 2))
+    assert torch.equal(first, same) and not (first == other).any()
 
 
 def test_batches_of_a_translation_are_not_sorted_by_length(data: Path) -> None:
