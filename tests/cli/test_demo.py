@@ -26,6 +26,7 @@ def test_both_runs_train_on_as_many_batches_and_the_curves_are_drawn(
         events = read_events(tmp_path / "demo" / name / "events.jsonl")
         assert 59 <= len(events) <= 63 and {event.worker for event in events} == {0, 1}
         assert name == "asynchronous" or {event.staleness for event in events} == {0}
+        assert len({event.loss for event in events if event.sequence == 0}) == 2, "each worker has a text of its own"
     assert "loss  +" in output and "the synchronous run's last loss" in output
     assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
 

@@ -243,6 +243,9 @@ def test_peft_loads_and_merges_what_is_written(
     expected = trained.eval()(TOKENS).logits
     assert not torch.allclose(expected, model(TOKENS).logits)
     export(run, tmp_path / "adapter")
+    trained.save_pretrained(tmp_path / "by_peft")
+    files = [load_file(tmp_path / each / "adapter_model.safetensors") for each in ("adapter", "by_peft")]
+    assert files[0].keys() == files[1].keys()
     fresh = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "base")
     assert torch.equal(peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()(TOKENS).logits, expected)
     export(run, tmp_path / "merged", base=tmp_path / "base")

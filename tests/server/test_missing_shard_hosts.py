@@ -88,6 +88,23 @@ def test_a_host_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert said == [f"the run waits: {lacks}"]
 
 
+def test_hosts_that_are_reached_are_let_go_where_another_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next server would else be refused by them."""
+    reached = MagicMock()
+
+    def connect(connector: HostConnector, address: str, seconds: float) -> Any:
+        if address == "a:1":
+            return reached
+        raise RefusedError("it does not come")
+
+    monkeypatch.setattr(HostConnector, "connect", connect)
+    monkeypatch.setattr(RemoteShard, "begin", lambda *given: None)
+    spec = hybrid(server_options(["a:1", "b:1"]))
+    with pytest.raises(RefusedError, match="it does not come"):
+        connect_hosts(HostConnector(TOKEN, "", None, print), spec, LAYOUT, torch.zeros(LAYOUT.size))
+    reached.close.assert_called_once_with()
+
+
 def test_a_worker_names_the_host_that_it_misses_until_it_tries_again() -> None:
     """The next attempt begins with the server, which may be what is gone then."""
     address = f"127.0.0.1:{free_port()}"

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fairseq_async.errors import LOST_SERVER, USER_ERROR, AsyncError, ExchangeError, RefusedError
 from fairseq_async.worker.start import process
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.waiting import wait_until
@@ -42,6 +43,19 @@ def test_the_connection_of_a_worker_that_is_killed_ends_though_its_data_loader_l
         finally:
             os.kill(child, signal.SIGKILL)
             server.stop()
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"), [(ExchangeError("it is gone"), LOST_SERVER), (RefusedError("not you"), USER_ERROR)]
+)
+def test_a_worker_without_its_server_ends_with_the_code_by_which_its_launcher_starts_it_again_or_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reason: AsyncError, code: int
+) -> None:
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        process.end_process(reason)
+    assert ended.value.code == code
+    assert capsys.readouterr().err == f"fairseq-async: error: {reason}\n"
 
 
 def test_a_process_ends_the_servers_that_it_has_started_and_none_of_the_process_that_it_was_forked_from(
