@@ -62,6 +62,18 @@ def test_parameters_that_are_loaded_beside_their_masters_are_one_line() -> None:
         check_masters(replica_of(engine, 0))
 
 
+@pytest.mark.parametrize("kind", ["fp32", "fp16"])
+def test_of_the_ranks_of_an_island_that_all_hold_everything_the_first_one_alone_writes_it(kind: str) -> None:
+    """Another one may come to it when the server has answered in the same memory."""
+    model = nn.Linear(2, 3).to(torch.float16 if kind == "fp16" else torch.float32)
+    masters = [each.detach().float().view(-1) for each in model.parameters()]
+    groups = {"fp16_groups": [list(model.parameters())], "fp32_groups_flat": [torch.cat(masters)]}
+    engine = with_optimizer(model, **groups if kind == "fp16" else vars(SGD(model.parameters())))
+    for rank, expected in ((0, torch.cat(masters)), (1, torch.zeros(9))):
+        replica_of(engine, rank).read(shared := torch.zeros(9), shared=True)
+        assert torch.equal(shared, expected)
+
+
 @pytest.mark.parametrize(("dtype", "key"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
 def test_a_model_in_half_precision_without_masters_is_one_line_with_the_key_that_makes_them(
     dtype: torch.dtype, key: str
@@ -320,6 +332,14 @@ def test_a_checkpoint_after_the_end_has_the_servers_state_of_the_end(
     for call in at_exit:
         call()
     assert not engine._state_at_end.exists(), "once this process ends"
+
+
+@pytest.mark.parametrize("for_all", [False, True])
+def test_a_worker_without_a_step_has_no_part_to_end(tmp_path: Path, for_all: bool) -> None:
+    """A loop without a batch calls end(), too: the server knows nothing of a worker that has not joined."""
+    engine = SavingEngine(tmp_path / "run", joined=False)
+    engine.end(for_all)
+    assert engine.did == [] and cast(Saving, engine.async_worker).connected
 
 
 NEW, RESUMED = ["joins"], ["joins with the server's state", "restores the compressor"]

@@ -140,6 +140,8 @@ def test_a_loss_scale_falls_to_its_least_and_then_lets_gradients_through(monkeyp
     scale = LossScale(section)
     assert [scale.skips(finite) for finite in (False, False, True)] == [True, False, False]
     assert scale.value == 2.0
+    before = scale.state_dict()
+    assert not scale.skips(False) and scale.state_dict() == before, "at the least, a NaN says nothing about the scale"
     resumed = LossScale(section)
     resumed.load_state_dict(scale.state_dict())
     for each in (scale, resumed):

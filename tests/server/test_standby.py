@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -219,7 +220,9 @@ def test_how_long_a_standby_may_take_to_begin_and_to_end() -> None:
     assert standby._ours.mock_calls == [call.settimeout(10.0), call.recv(32), call.shutdown(socket.SHUT_RDWR)]
     standby._ours = MagicMock()
     standby._ours.recv.side_effect = [b"begins", b""]
+    standby.process = subprocess.Popen(["sleep", "60"])
     standby.end()
+    assert standby.process.returncode == -signal.SIGKILL, "it is no zombie"
     ending = [call.shutdown(socket.SHUT_WR), call.settimeout(1.0), call.recv(32), call.recv(32), call.close()]
     assert standby._ours.mock_calls == ending
 
