@@ -12,7 +12,7 @@ from fairseq_async.launch.processes import Processes, Worker, failure, interrupt
 from fairseq_async.launch.progress.display import LINE_EVERY, plain_console, say
 from fairseq_async.options.addresses import LOOPBACK, free_port
 from fairseq_async.records.created_files import CreatedFiles
-from fairseq_async.worker.start.server_process import make_directories
+from fairseq_async.worker.start.run_directory import make_directories
 
 _DYING = 10.0  # seconds for the other ranks to end by themselves after one has died
 _STARTING = "starting"

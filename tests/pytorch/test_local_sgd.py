@@ -21,7 +21,7 @@ from fairseq_async.pytorch import AsyncLocalSGD
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.worker.async_worker import MOST_LEFT_OUT
 from fairseq_async.worker.server_state import fetch_state
-from fairseq_async.worker.start.context import check_guard
+from fairseq_async.worker.start.process import check_guard
 from tests.helpers.thread_workers import ThreadWorkers
 
 Start = Callable[..., ThreadWorkers]

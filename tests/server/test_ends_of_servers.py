@@ -36,7 +36,7 @@ from fairseq_async.server.network.event_loop import EventLoop
 from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.programs import program
 from fairseq_async.server.service import Service
-from fairseq_async.worker.start import server_process
+from fairseq_async.worker.start import run_directory
 from tests.helpers import halving
 from tests.helpers.halving import LAYOUT, halving_spec
 from tests.helpers.in_process import Connection, new_service, slot, take_snapshot
@@ -237,7 +237,7 @@ def test_the_next_run_waits_until_the_one_before_is_gone(server: Server, tmp_pat
     server.enter(1).send(Push(0, 0, 1.0, Report()))
     program._keep(server.service, asked=True)
     assert ending_path(tmp_path).exists() and list(tmp_path.glob("snapshots/version-*.pt"))
-    os.close(server_process._claim(tmp_path, ""))
+    os.close(run_directory.claim(tmp_path, ""))
     assert not ending_path(tmp_path).exists(), "nobody waits for it once more"
 
 

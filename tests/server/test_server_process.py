@@ -24,7 +24,7 @@ from fairseq_async.protocol.notices import RUN_FINISHED, RUN_OVER
 from fairseq_async.records.state_files import ending_path
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.lasting_connection import LastingConnection
-from fairseq_async.worker.start import server_process
+from fairseq_async.worker.start import run_directory
 from fairseq_async.worker.start.context import WorkerContext
 from fairseq_async.worker.start.server_process import ServerProcess
 from scripts.faults.sgd_server import sgd_spec
@@ -64,7 +64,7 @@ def test_a_server_imports_nothing_from_the_working_directory(
 def test_two_runs_do_not_share_a_directory(
     process: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fairseq_async.worker.start.server_process._BUSY_SECONDS", 0.2)
+    monkeypatch.setattr("fairseq_async.worker.start.run_directory._BUSY_SECONDS", 0.2)
     with pytest.raises(ConfigurationError, match=r"\(--run-dir\) is in use by another run"):
         ServerProcess(SGD_SERVER, 1, tmp_path, tmp_path / "log")
     with pytest.raises(ConfigurationError, match=r"\(run_dir=\) is in use by another run"):  # that of a script
@@ -76,12 +76,12 @@ def test_a_run_waits_longer_for_a_last_snapshot_than_for_a_server_that_says_noth
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: bool, seconds: float
 ) -> None:
     time = Time()
-    monkeypatch.setattr(server_process, "time", time)
+    monkeypatch.setattr(run_directory, "time", time)
     monkeypatch.setattr(fcntl, "flock", MagicMock(side_effect=BlockingIOError))
     if ending:
         ending_path(tmp_path).touch()
     with pytest.raises(ConfigurationError, match=r"\(--run-dir\) is in use by another run"):
-        server_process._claim(tmp_path, "--run-dir")
+        run_directory.claim(tmp_path, "--run-dir")
     assert time.now - 1000.0 == pytest.approx(seconds, abs=0.2)
     assert ending_path(tmp_path).exists() == ending, "it is the other run's"
 

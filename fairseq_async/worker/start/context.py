@@ -1,10 +1,8 @@
 """Finds out which worker this process is, and connects it to its server, which it may have to start."""
 
-import multiprocessing
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +23,7 @@ from fairseq_async.environment import (
     WORKER,
     WORKERS,
 )
-from fairseq_async.errors import USER_ERROR, AsyncError, ConfigurationError, ExchangeError, RefusedError, fail, option
+from fairseq_async.errors import AsyncError, ConfigurationError, ExchangeError, RefusedError, option
 from fairseq_async.exchange.authentication import new_token, read_token
 from fairseq_async.exchange.linux import end_with_parent
 from fairseq_async.options.addresses import ANY, LOOPBACK, is_loopback
@@ -35,7 +33,7 @@ from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.start.invitation import invitation, own_command
 from fairseq_async.worker.start.meeting import Meeting, MeetingPlace, wait_until_it_listens
-from fairseq_async.worker.start.process import end_own_servers, own
+from fairseq_async.worker.start.process import check_guard, end_own_servers, own
 from fairseq_async.worker.start.rendezvous import Rendezvous, ServerRequest
 from fairseq_async.worker.start.server_process import ServerProcess, say
 from fairseq_async.worker.start.store import PATIENCE, STARTED_AGAIN, ask, tell
@@ -321,33 +319,6 @@ def ranks_of_launcher() -> int:
 
 def _numbers_of_ranks() -> list[int]:
     return [int(each) for each in os.environ[RANKS].split(",")]
-
-
-def check_guard() -> None:
-    """Checks that this is no spawned process, such as a data loader's, that is only importing the script; from then on
-    a process whose loader fails by that ends with exit code 2, too.
-
-    Raises:
-        ConfigurationError: it is one.
-    """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing's own sign of it
-        raise ConfigurationError(
-            "a process that this script has spawned, such as a data loader's, imports the script, and would train "
-            'once more: put the training under if __name__ == "__main__":'
-        )
-    if not isinstance(sys.excepthook, partial):
-        sys.excepthook = partial(_end_as_loader, sys.excepthook)
-
-
-def _end_as_loader(hook: Callable[..., None], kind: object, error: BaseException, traceback: object) -> None:
-    """Stands for ``sys.excepthook``: a data loader's process that has ended by :func:`check_guard` has said so."""
-    cause = str(error.__cause__)
-    if cause.startswith("DataLoader worker") and f"exit code {USER_ERROR}." in cause:
-        fail(
-            f"a data loader's process has ended with exit code {USER_ERROR}, and says why above; if it has imported "
-            'the script, put the training under if __name__ == "__main__":'
-        )
-    hook(kind, error, traceback)
 
 
 def _has_ended(process: ServerProcess | None) -> bool:

@@ -1,16 +1,25 @@
-"""The process of a worker: prints errors in one line, and ends when the server is gone."""
+"""The process of a worker: prints errors in one line, ends without its server, and with the server that it owns."""
 
 import atexit
+import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
 
-from fairseq_async.errors import AsyncError, exit_code, fail, has_failed, note_exit_codes
+from fairseq_async.errors import (
+    USER_ERROR,
+    AsyncError,
+    ConfigurationError,
+    exit_code,
+    fail,
+    has_failed,
+    note_exit_codes,
+)
 from fairseq_async.protocol.notices import ENDED, KEPT, SAVED
 from fairseq_async.worker.start.server_process import ServerProcess
 from fairseq_async.worker.start.store import may_start_again
@@ -23,6 +32,33 @@ def errors_in_one_line() -> Iterator[None]:
         yield
     except AsyncError as error:
         fail(error)
+
+
+def check_guard() -> None:
+    """Checks that this is no spawned process, such as a data loader's, that is only importing the script; from then on
+    a process whose loader fails by that ends with exit code 2, too.
+
+    Raises:
+        ConfigurationError: it is one.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing's own sign of it
+        raise ConfigurationError(
+            "a process that this script has spawned, such as a data loader's, imports the script, and would train "
+            'once more: put the training under if __name__ == "__main__":'
+        )
+    if not isinstance(sys.excepthook, partial):
+        sys.excepthook = partial(_end_as_loader, sys.excepthook)
+
+
+def _end_as_loader(hook: Callable[..., None], kind: object, error: BaseException, traceback: object) -> None:
+    """Stands for ``sys.excepthook``: a data loader's process that has ended by :func:`check_guard` has said so."""
+    cause = str(error.__cause__)
+    if cause.startswith("DataLoader worker") and f"exit code {USER_ERROR}." in cause:
+        fail(
+            f"a data loader's process has ended with exit code {USER_ERROR}, and says why above; if it has imported "
+            'the script, put the training under if __name__ == "__main__":'
+        )
+    hook(kind, error, traceback)
 
 
 def end_process(reason: AsyncError) -> NoReturn:

@@ -1,13 +1,11 @@
 """The server as a process, which a launcher or worker 0 starts, restarts when it dies, and follows to its end."""
 
-import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,50 +19,15 @@ from fairseq_async.exchange.tls import server_context
 from fairseq_async.options.addresses import LOOPBACK, is_loopback
 from fairseq_async.protocol.notices import ENDED, EXIT_CODE, RUN_FINISHED, RUN_OVER
 from fairseq_async.protocol.standby import Adopted, Standby
-from fairseq_async.records.created_files import CreatedFiles, spellable
-from fairseq_async.records.state_files import ending_path
+from fairseq_async.records.created_files import CreatedFiles
+from fairseq_async.worker.start.run_directory import ENDING_SECONDS, claim, make_directories
 
 _BACKLOG = 128  # connections that may wait until the server has imported its modules
-_ENDING_SECONDS = 120.0  # that the next run waits for the last snapshot of the one before
-_BUSY_SECONDS = 10.0  # that it waits for a server that may not have noticed yet that its launcher is gone
 _QUIET_SECONDS = 2.0  # that a worker that has left waits for the others before it prints that it waits
 _FAILURES = 5  # in a row, after which it is not started again: each costs a restart, and a pause
 _STANDBY_SECONDS = 1.0  # between two looks whether the standby is there; twice as long after each that was not
 _LEAVING_SECONDS = 20.0  # that a server may take to end on a busy machine
 _PRINTING_SECONDS = 1.0  # that its last lines may take: a process that it has left may have its pipe open
-
-
-def make_directories(run_dir: Path, logs: Path, given: str) -> None:
-    """Makes the run's directory, which the option ``given`` sets, and that of its logs.
-
-    Raises:
-        ConfigurationError: they cannot be made, or cannot be written to, or messages cannot name them.
-    """
-    try:
-        spellable(run_dir, given).mkdir(parents=True, exist_ok=True)
-        logs.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:  # ValueError: a character that no file name can have
-        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ConfigurationError(f"{run_dir} ({given}) cannot be made: {said}") from error
-    if not os.access(run_dir, os.W_OK):
-        raise ConfigurationError(f"{run_dir} ({given}) cannot be written to")
-
-
-def _claim(run_dir: Path, given: str) -> int:
-    """Locks the directory against other runs, as long as the returned descriptor is open in any process."""
-    descriptor, began = os.open(run_dir, os.O_RDONLY), time.monotonic()
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            patience = _ENDING_SECONDS if ending_path(run_dir).exists() else _BUSY_SECONDS
-            if time.monotonic() < began + patience:
-                time.sleep(0.1)
-                continue
-            os.close(descriptor)
-            raise ConfigurationError(f"{run_dir} ({given}) is in use by another run") from error
-        ending_path(run_dir).unlink(missing_ok=True)
-        return descriptor
 
 
 def _listen(host: str, port: int, given: str = "") -> socket.socket:
@@ -151,7 +114,7 @@ class ServerProcess:
         self._starting = threading.RLock()  # a signal may end this server while it is being ended
         self._claimed = -1
         try:
-            self._claimed = _claim(run_dir, named)  # first: a server that ends here may still have the port
+            self._claimed = claim(run_dir, named)  # first: a server that ends here may still have the port
             self._listener = _listen(host, port, given)
             self.address = f"{host}:{self._listener.getsockname()[1]}"
             self._start_first(recovers)
@@ -181,7 +144,7 @@ class ServerProcess:
             say("worker 0 has ended; its server stays for the other workers (Ctrl-C ends it)")
             self.over.wait()
 
-    def end(self, seconds: float = _ENDING_SECONDS, why: str = ENDED) -> None:
+    def end(self, seconds: float = ENDING_SECONDS, why: str = ENDED) -> None:
         """Lets the server write a last snapshot, if its run has begun, then kills it.
 
         Args:
