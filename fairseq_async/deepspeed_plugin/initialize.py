@@ -1,60 +1,44 @@
 """``initialize``: does what ``deepspeed.initialize`` does, for an asynchronous run or a synchronous method."""
 
 import atexit
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 from torch.utils.data import Dataset
 
 from fairseq_async.deepspeed_plugin import checks, server_description
 from fairseq_async.deepspeed_plugin import config as configuration
+from fairseq_async.deepspeed_plugin.arguments import Arguments, Config, MethodEngine
 from fairseq_async.deepspeed_plugin.compat import (
     DeepSpeedOptimizer,
     check_attributes,
     check_not_started,
     check_whole_model,
     copied_groups,
-    is_raised_by_script,
     listed,
     unlink_reduction_buffer,
 )
 from fairseq_async.deepspeed_plugin.compilation import waiting_for_compilers
-from fairseq_async.deepspeed_plugin.data import (
-    Collate,
-    DataShare,
-    ShardedLoader,
-    fix_batch_size,
-    length_of,
-    sizes_of_shards,
-)
+from fairseq_async.deepspeed_plugin.data import Collate, ShardedLoader, fix_batch_size, length_of, sizes_of_shards
 from fairseq_async.deepspeed_plugin.engines.adascale import AdaScaleEngine
 from fairseq_async.deepspeed_plugin.engines.adasum import AdasumEngine, SingleRankGroups
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.hybrid import HybridEngine
 from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
 from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
-from fairseq_async.deepspeed_plugin.engines.synchronous import (
-    GroupPosition,
-    SynchronousEngine,
-    set_environment_without_launcher,
-)
+from fairseq_async.deepspeed_plugin.engines.synchronous import GroupPosition, set_environment_without_launcher
 from fairseq_async.deepspeed_plugin.engines.tensors import replica_of, trainable
 from fairseq_async.deepspeed_plugin.exit import leave_at_exit
-from fairseq_async.deepspeed_plugin.loading import loading_of
 from fairseq_async.deepspeed_plugin.schedules import Schedule
 from fairseq_async.errors import AsyncError, ConfigurationError, fail, spell_options
 from fairseq_async.method.global_server import local_sgd_server
-from fairseq_async.method.methods import MethodOptions
 from fairseq_async.method.option_checks import check_ranks
 from fairseq_async.method.spec import JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.options.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, Section
@@ -64,25 +48,17 @@ from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.overlap import local_sgd_worker
-from fairseq_async.worker.shards import DataPosition
-from fairseq_async.worker.start.context import WorkerContext, check_guard
+from fairseq_async.worker.start.context import WorkerContext
+from fairseq_async.worker.start.process import check_guard
 from fairseq_async.worker.start.server_process import ServerProcess
 from fairseq_async.worker.start.world import connect_rank, entered_world, start_world
 
-_LONGEST = 300  # characters of a reason: some show a whole tensor
-# DeepSpeed checks little of a configuration: a wrong value raises what it leads to, somewhere in DeepSpeed
-_MISTAKES = (ValueError, TypeError, KeyError, AttributeError, AssertionError, NotImplementedError, DeepSpeedConfigError)
-_initialize_deepspeed = deepspeed.initialize  # DeepSpeed's own, also after attach() has replaced it
 _HYBRID_SERVER = "fairseq_async.deepspeed_plugin.server"  # with torch's optimizers and DeepSpeed's schedules
 
 _made: list[AsyncEngine] = []  # of this process
 
 AsyncOptions: TypeAlias = LocalSGDOptions | HybridOptions
-Config: TypeAlias = dict[str, Any]  # DeepSpeed's configuration, without our section: JSON
-MethodEngine: TypeAlias = AsyncEngine | SynchronousEngine
 Initialized: TypeAlias = tuple[MethodEngine, DeepSpeedOptimizer, ShardedLoader | None, Schedule | None]
-_Made: TypeAlias = tuple[DeepSpeedEngine, DeepSpeedOptimizer, Schedule | None]
-_Join: TypeAlias = Callable[[], DataPosition]
 _Engine = TypeVar("_Engine", bound=MethodEngine)
 
 
@@ -136,103 +112,12 @@ def initialize(
     spell_options(configuration.as_key)
     try:
         given, name = configuration.read(args, config if config is not None else config_params)
-        return _initialize(_Arguments(args, model, training_data, collate_fn, others, name), given)
+        return _initialize(Arguments(args, model, training_data, collate_fn, others, name), given)
     except AsyncError as error:
         fail(error)
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    """The arguments that a script has given ``initialize``, without the configuration.
-
-    Attributes:
-        others: further arguments, passed on to ``deepspeed.initialize`` as they are.
-        name: name of the configuration, for errors.
-    """
-
-    args: object
-    model: nn.Module | None
-    training_data: Dataset[object] | None
-    collate_fn: Collate | None
-    others: dict[str, object]
-    name: str
-
-    def check(self, config: Config, in_the_server: bool) -> None:
-        """Checks for mistakes that would end in a traceback of DeepSpeed's, or of torch's.
-
-        Args:
-            in_the_server: whether the optimizer is to step in the server.
-
-        Raises:
-            ConfigurationError: there is a mistake; names the key.
-        """
-        checks.check_model(self.model)
-        checks.check_values(config, self.name)
-        checks.check_optimizer(config, self.name, self.others["optimizer"] is not None, in_the_server)
-        checks.check_scheduler(config, self.name, self.others["lr_scheduler"] is not None)
-        if in_the_server:
-            checks.check_divided(config, self.name, self.others)
-        if self.training_data is not None:
-            loading_of(config, self.name)  # raises where a key is wrong; read again when the loader is made
-            checks.check_accumulation(config, self.name)
-
-    def make_engine(self, config: Config, **more: object) -> _Made:
-        """Makes DeepSpeed's own engine, optimizer and schedule, without the data, for which it would make a loader.
-
-        Raises:
-            ConfigurationError: DeepSpeed does not take the configuration. An error of the script's own code, which
-                DeepSpeed calls, such as a function that makes the optimizer, stays as it is.
-        """
-        args = configuration.without_file(self.args)
-        try:
-            with waiting_for_compilers():
-                engine, optimizer, _, schedule = _initialize_deepspeed(
-                    args=args, model=self.model, collate_fn=self.collate_fn, config=config, **self.others | more
-                )
-        except _MISTAKES as error:
-            if is_raised_by_script(error):
-                raise
-            said = " ".join(str(error).split())[:_LONGEST] or "no reason given"
-            raise ConfigurationError(f"{self.name}: DeepSpeed refuses this: {said} ({type(error).__name__})") from error
-        return engine, optimizer, schedule
-
-    def make_loader(
-        self,
-        engine: MethodEngine,
-        sizes: list[int],
-        options: MethodOptions,
-        ranks: tuple[int, int],
-        join: _Join,
-        config: Config,
-    ) -> ShardedLoader | None:
-        """Makes a loader of this rank's batches; returns None without training data.
-
-        Args:
-            sizes: samples in each shard.
-            ranks: this rank, and the number of ranks that share the batches.
-        """
-        if self.training_data is None:
-            return None
-        batch_size, micro_batches = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-        share = DataShare(sizes, engine.workers, batch_size, micro_batches, *ranks)
-        loading = loading_of(config, self.name)
-        fix_batch_size(engine)
-        shared = engine if isinstance(engine, HybridEngine) and engine.spec.micro_batches else None
-        if shared:
-            shared.deals = True
-        return ShardedLoader(
-            self.training_data,
-            share,
-            options.seed,
-            self.collate_fn,
-            join,
-            options.total_steps > 0,
-            loading,
-            lambda: shared.trained if shared else int(engine.global_steps) * micro_batches,
-        )
-
-
-def _initialize(arguments: _Arguments, config: Config) -> Initialized:
+def _initialize(arguments: Arguments, config: Config) -> Initialized:
     check_guard()
     plain, section, options = configuration.split(config, arguments.name)
     configuration.check(plain, options, section, arguments.name)
@@ -244,7 +129,7 @@ def _initialize(arguments: _Arguments, config: Config) -> Initialized:
 
 
 def _initialize_synchronous(
-    arguments: _Arguments, options: AdasumOptions | AdaScaleOptions, config: Config
+    arguments: Arguments, options: AdasumOptions | AdaScaleOptions, config: Config
 ) -> Initialized:
     """Makes an engine of a synchronous method: all ranks that were started are one data-parallel group."""
     set_environment_without_launcher()
@@ -272,7 +157,7 @@ def _initialize_synchronous(
 
 
 def _initialize_asynchronous(
-    arguments: _Arguments, options: AsyncOptions, section: Section, config: Config
+    arguments: Arguments, options: AsyncOptions, section: Section, config: Config
 ) -> Initialized:
     """Makes an engine that is a worker, or one rank of it; starts the server if this process is to start it."""
     data, shards = arguments.training_data, options.shards if isinstance(options, LocalSGDOptions) else 0
@@ -305,7 +190,7 @@ def _initialize_asynchronous(
 
 
 def _make_worker_engine(
-    arguments: _Arguments,
+    arguments: Arguments,
     options: AsyncOptions,
     section: Section,
     config: Config,

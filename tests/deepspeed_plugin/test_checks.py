@@ -248,15 +248,15 @@ def test_train_batch_size_is_of_all_workers_together(
 def test_an_error_of_deepspeeds_is_one_line_and_one_of_the_scripts_keeps_its_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    initialize = importlib.import_module("fairseq_async.deepspeed_plugin.initialize")
-    arguments = initialize._Arguments(None, None, None, None, {}, "file.json")
+    module = importlib.import_module("fairseq_async.deepspeed_plugin.arguments")
+    arguments = module.Arguments(None, None, None, None, {}, "file.json")
     with pytest.raises(ConfigurationError, match="^file.json: DeepSpeed refuses this: .*requires a model"):
         arguments.make_engine({})
 
     def make_optimizer(parameters: object) -> object:
         raise KeyError("a mistake of the script's")
 
-    monkeypatch.setattr(initialize, "_initialize_deepspeed", lambda **given: make_optimizer(given["model"]))
+    monkeypatch.setattr(module, "_initialize_deepspeed", lambda **given: make_optimizer(given["model"]))
     with pytest.raises(KeyError, match="a mistake of the script's"):
         arguments.make_engine({})
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from fairseq_async.deepspeed_plugin.arguments import Arguments
 from fairseq_async.deepspeed_plugin.data import DataShare, ShardedLoader, length_of
 from fairseq_async.deepspeed_plugin.engines.synchronous import GroupPosition
-from fairseq_async.deepspeed_plugin.initialize import _Arguments
 from fairseq_async.deepspeed_plugin.loading import Loading, loading_of
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.server.rounds.dealer import Dealer
@@ -220,9 +220,9 @@ def test_a_loader_in_the_place_of_a_data_set_is_one_line() -> None:
         length_of(DataLoader([1, 2]))  # type: ignore[arg-type]
 
 
-def arguments_with_data() -> _Arguments:
+def arguments_with_data() -> Arguments:
     others = {"optimizer": "the script's", "lr_scheduler": None}
-    return _Arguments(None, None, Numbers(12), None, others, "file.json")  # type: ignore[arg-type]
+    return Arguments(None, None, Numbers(12), None, others, "file.json")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["set_train_batch_size", "set_train_micro_batch_size"])
