@@ -65,26 +65,28 @@ def test_the_driver_follows_the_registry(
     assert (tasks[0].line, tasks[0].restarts, tasks[0].plugins) == (["fairseq-train", "data"], 4, "rules")
     assert tasks[0].logs == tmp_path.resolve() / "logs" and run.said() == []
 
-    state.workers, state.placed = [0, 2], {0, 1}
+    state.workers, state.placed = [0, 2, 3], {0, 1}
     run._follow(state)
-    added = run._actors.start_worker.call_args.args[0]
-    assert (added.number, added.joins, added.resources) == (2, True, Resources(3, 0))
+    added = [each.args[0] for each in run._actors.start_worker.call_args_list[2:]]
+    assert [(task.number, task.joins, task.resources) for task in added] == [
+        (2, True, Resources(3, 0)), (3, True, Resources(3, 0))
+    ]  # fmt: skip
     assert run._actors.remove_workers.call_args_list == [call([1], {0, 1}, driver._LEAVING)]
-    assert run.said() == ["added: worker 2", "taken: worker 1"] and run._numbers == {0, 2}
+    assert run.said() == ["added: worker 2", "added: worker 3", "taken: worker 1"] and run._numbers == {0, 2, 3}
 
     state.request, state.node = ServerRequest("a.server", str(tmp_path / "other")), "node"
     for _ in range(2):
         run._follow(state)
     assert run._actors.start_server.call_args_list == [call(ServerTask(state.request, 2, 4, True), "node")]
-    assert run._run_dir == tmp_path / "other" and run._actors.start_worker.call_count == 3
+    assert run._run_dir == tmp_path / "other" and run._actors.start_worker.call_count == 4
 
     state.place = HERE
     clock.sleep(driver._PLACING + 1)
     for _ in range(2):
         run._follow(state)
-    invited, waits = run.said()[2:]
+    invited, waits = run.said()[3:]
     assert "10.0.0.1:7" in invited and str(tmp_path / "other" / ".token") in invited
-    assert waits == "worker 2: no node of the Ray cluster has room yet, as for 3 CPU"
+    assert waits == "worker 2, worker 3: no node of the Ray cluster has room yet, as for 3 CPU"
 
 
 def test_workers_are_started_when_all_shards_have_a_place_and_a_place_that_is_lost_ends_the_run(
