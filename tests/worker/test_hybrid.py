@@ -4,13 +4,16 @@ import math
 import socket
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from fairseq_async.errors import RefusedError
-from fairseq_async.protocol import Push, Report, Status
+from fairseq_async.protocol import Layout, Push, Report, Status
 from fairseq_async.records.events import read_events
+from fairseq_async.worker.divided import DividedReplica
+from fairseq_async.worker.hybrid import HybridWorker
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.run_files import snapshot_versions
 from tests.helpers.server_client import StartServer, StartThreadServer, join_patiently, kill
@@ -31,6 +34,18 @@ def test_scaled_gradients_are_in_the_slot_and_arrive(start_thread_server: StartT
     job.backward(gradient.clone(), torch.ones(2))  # as where nothing scales
     job.worker.step(1, None)
     assert job.parameters() == [-0.25, -1.75, -2.5, -4.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_a_loss_scale_is_no_part_of_what_is_written_whole_or_by_parts(is_divided: bool) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = gradient = torch.tensor([2.0, 4.0])
+    named, divided = [("weight", parameter)], None
+    if is_divided:
+        divided = DividedReplica(Layout.of(named), [0], lambda: [parameter.detach()], lambda: [gradient])
+    slot = torch.zeros(2)
+    HybridWorker(MagicMock(), named, divided=divided).write(slot, factor=0.25)
+    assert slot.tolist() == [0.5, 1.0]
 
 
 def test_the_norm_of_what_came_behind_the_message_is_measured_whatever_its_sender_says(tmp_path: Path) -> None:
