@@ -92,6 +92,20 @@ def test_a_workers_time_is_that_of_its_last_five_steps() -> None:
     assert shares.state_dict()["took"] == {0: [1.25] * 5}
 
 
+def test_work_that_is_dealt_again_is_measured_by_as_many_micro_batches_as_it_has() -> None:
+    """A worker that comes back takes the batches that it was dealt, though it would be given more by now."""
+    shares = Shares(2, workers=2)
+    for sequence in range(4):
+        for worker, seconds in enumerate((1.0, 3.0)):
+            assert shares.deal(worker, sequence, 10.0 * sequence)[1] == 2
+            if sequence < 3:
+                shares.arrive(worker, 10.0 * sequence + 2 * seconds)
+    shares.divide([0, 1], 2, 30.0)
+    assert shares.deal(0, 3, 31.0)[1] == 2
+    shares.arrive(0, 32.0)
+    assert shares.state_dict()["took"][0] == [1.0] * 4 and shares.deal(0, 4, 32.0)[1] == 3
+
+
 def test_who_leaves_hands_over_its_share_and_who_joins_begins_with_the_mean() -> None:
     workers = Clocked(1.0, 1.0, 1.0)
     for _ in range(4):
