@@ -3,12 +3,14 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from fairseq_async.deepspeed_plugin.engines import adascale
 from fairseq_async.deepspeed_plugin.engines.adascale import AdaScaleEngine
+from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
 from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
 from fairseq_async.deepspeed_plugin.engines.synchronous import SynchronousEngine
 from fairseq_async.errors import AsyncError
@@ -65,6 +67,25 @@ def test_ten_bad_steps_in_a_row_end_the_run_and_nine_with_a_good_one_between_do_
     for bad in [*[True] * 9, False] * 3:
         assert engine._skip_step(bad) == bad
     with pytest.raises(AsyncError, match="the gradients of the last 10 steps had NaN or Inf"):
+        for _ in range(10):
+            engine._skip_step(True)
+
+
+@pytest.mark.parametrize(("fp16", "scale", "counts"), [(False, 1.0, True), (False, 2.0, False), (True, 1.0, False)])
+def test_bad_steps_count_where_no_loss_scale_is_still_to_fall(
+    monkeypatch: pytest.MonkeyPatch, fp16: bool, scale: float, counts: bool
+) -> None:
+    """DeepSpeed itself ends a run in fp16 whose scale can fall no further."""
+    monkeypatch.setattr("fairseq_async.deepspeed_plugin.compat.loss_scale_of", lambda engine: scale)
+    monkeypatch.setattr(Engine, "fp16_enabled", lambda engine: fp16)
+    local: Any = Engine()
+    local.loop = MagicMock()
+    monkeypatch.setattr(Engine, "was_step_applied", lambda engine: False, raising=False)
+    monkeypatch.setattr(Engine, "_set_learning_rates", lambda engine: None, raising=False)
+    LocalEngine._end_step(local)
+    assert local.loop.count_left_out.mock_calls == [call(True)] * counts
+    engine = Engine()
+    with pytest.raises(AsyncError, match="the last 10 steps had NaN or Inf") if counts else nullcontext():
         for _ in range(10):
             engine._skip_step(True)
 
