@@ -16,12 +16,14 @@ from fairseq.examples.truncated_bptt.truncated_bptt_lm_task import TruncatedBPTT
 from fairseq.trainer import Trainer
 
 from fairseq_async.errors import AsyncError, ConfigurationError
+from fairseq_async.fairseq_plugin.compat.dealt import DEALT
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.local_sgd import LocalSGDTrainer
 from tests.helpers.contract.net import Net
 from tests.helpers.fairseq_trainers import HYBRID, LOCAL, Trainers, step
 from tests.helpers.stand_ins import Numbers
 
+SHARES = "--optimizer hybrid_async --shares auto --update-freq 5"
 ADASCALE = "--optimizer adascale --update-freq 2 --batch-size 1"
 BOTH = pytest.mark.parametrize("method", [HYBRID, LOCAL])
 
@@ -131,6 +133,15 @@ def test_tasks_and_models_are_given_a_plain_number_of_updates(trainers: Trainers
 class Stream(torch.utils.data.IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(24))
+
+
+def test_a_batch_that_completes_no_step_ends_no_interval(trainers: Trainers) -> None:
+    """Else the worker would validate after each of them."""
+    trainer, ends = trainers.join(SHARES), list[bool]()
+    for _ in range(len(trainer.batches) - 1):
+        step(trainer)
+        ends.append(trainer.get_num_updates() % 1 == 0)
+    assert ends == [number % 5 == 4 for number in range(len(ends))] and True in ends[:-1]
 
 
 BATCHES = [[index] for index in range(24)]
@@ -375,15 +386,20 @@ def test_an_island_saves_nothing_from_amid_a_step_where_its_ranks_cannot_fetch_t
     assert path.exists() is saves
 
 
-@pytest.mark.parametrize(("given", "own_part"), [("restore_file", True), ("finetune_from_model", False)])
-def test_a_run_that_goes_on_keeps_its_workers_parts_and_a_tuning_of_it_is_dealt(
-    trainers: Trainers, tmp_path: Path, given: str, own_part: bool
+@pytest.mark.parametrize(
+    ("place", "given", "own_part"),
+    [({}, "restore_file", True), ({}, "finetune_from_model", False), ({DEALT: True}, "restore_file", False)],
+)
+def test_a_run_that_goes_on_keeps_its_workers_parts_or_is_dealt_as_before_and_a_tuning_of_it_is_dealt(
+    trainers: Trainers, tmp_path: Path, place: dict[str, bool], given: str, own_part: bool
 ) -> None:
     before = trainers.join(HYBRID)
+    position = before.position()
+    trainers.patch.setattr(before, "position", lambda: position | place)
     step(before)
     saved_updates(before, path := tmp_path / "checkpoint.pt")
     trainers.next_run()
-    trainer = trainers.join("--optimizer hybrid_async --shares auto --update-freq 5", **{given: path})
+    trainer = trainers.join(SHARES, **{given: path})
     assert trainer.worker.first_micro_batch is not None and trainer._own_part is own_part
 
 
@@ -408,7 +424,7 @@ def test_a_worker_of_local_sgd_exchanges_what_its_optimizer_steps(
 
 def test_the_last_step_of_an_epoch_of_a_workers_own_part_is_of_what_is_left_of_it(trainers: Trainers) -> None:
     """Where the server says how many batches a step has, and does not deal them."""
-    trainer = trainers.join("--optimizer hybrid_async --shares auto --update-freq 5")
+    trainer = trainers.join(SHARES)
     batches = len(trainer.batches)
     whole, left = divmod(batches, 5)
     assert whole and left, "it shows nothing otherwise"
