@@ -7,8 +7,10 @@ import signal
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from subprocess import Popen
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from torch.utils.data import Dataset
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.compat.shards import DataShard, ShardedBatches
+from fairseq_async.fairseq_plugin.refused import check_shards
 from fairseq_async.fairseq_plugin.replayed import FairseqRun
 from fairseq_async.fairseq_plugin.shards import ShardedEpochs, sharded_batches
 from fairseq_async.replay.replay import Recording, Replay
@@ -155,6 +158,17 @@ def test_a_shard_without_a_batch_and_batches_that_change_are_mistakes() -> None:
         of_task([iterator(3)], "data", 4)
     with pytest.raises(ConfigurationError, match="--shards: this task makes other batches in each epoch"):
         of_task([iterator(9)], "data", 2, cached=False)
+
+
+@pytest.mark.parametrize(("shards", "directories", "goes"), [(2, 1, True), (2, 2, True), (2, 3, False), (3, 2, False)])
+def test_there_are_as_many_shards_as_directories_of_data_where_there_are_several(
+    shards: int, directories: int, goes: bool
+) -> None:
+    task, dataset = SimpleNamespace(data=os.pathsep.join(["data"] * directories)), SimpleNamespace(curriculum=0)
+    others = {"optimization": SimpleNamespace(update_freq=[1]), "checkpoint": SimpleNamespace(reset_dataloader=False)}
+    cfg: Any = SimpleNamespace(task=task, dataset=dataset, **others)
+    with nullcontext() if goes else pytest.raises(ConfigurationError, match=f"give --shards {directories}"):
+        check_shards(shards, cfg)
 
 
 @pytest.mark.parametrize(
