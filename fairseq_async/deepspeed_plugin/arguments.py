@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from fairseq_async.deepspeed_plugin import checks
 from fairseq_async.deepspeed_plugin import config as configuration
-from fairseq_async.deepspeed_plugin.compat import DeepSpeedOptimizer, is_raised_by_script
+from fairseq_async.deepspeed_plugin.compat import DeepSpeedOptimizer, check_whole_model, is_raised_by_script
 from fairseq_async.deepspeed_plugin.compilation import waiting_for_compilers
 from fairseq_async.deepspeed_plugin.data import Collate, DataShare, ShardedLoader, fix_batch_size
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
@@ -74,8 +74,9 @@ class Arguments:
         """Makes DeepSpeed's own engine, optimizer and schedule, without the data, for which it would make a loader.
 
         Raises:
-            ConfigurationError: DeepSpeed does not take the configuration. An error of the script's own code, which
-                DeepSpeed calls, such as a function that makes the optimizer, stays as it is.
+            ConfigurationError: DeepSpeed does not take the configuration, or the model is divided by other means than
+                ZeRO. An error of the script's own code, which DeepSpeed calls, such as a function that makes the
+                optimizer, stays as it is.
         """
         args = configuration.without_file(self.args)
         try:
@@ -88,6 +89,7 @@ class Arguments:
                 raise
             said = " ".join(str(error).split())[:_LONGEST] or "no reason given"
             raise ConfigurationError(f"{self.name}: DeepSpeed refuses this: {said} ({type(error).__name__})") from error
+        check_whole_model(engine)
         return engine, optimizer, schedule
 
     def make_loader(

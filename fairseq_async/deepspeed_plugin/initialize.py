@@ -20,7 +20,6 @@ from fairseq_async.deepspeed_plugin.compat import (
     DeepSpeedOptimizer,
     check_attributes,
     check_not_started,
-    check_whole_model,
     copied_groups,
     listed,
     unlink_reduction_buffer,
@@ -147,7 +146,6 @@ def _initialize_synchronous(
     else:
         config = checks.worker_batch(config, 1, dist.get_world_size(), arguments.name)
         made, optimizer, schedule = arguments.make_engine(config)
-        check_whole_model(made)
         engine = _change_class(made, AdaScaleEngine)
         engine.set_up(options)
     data, position = arguments.training_data, GroupPosition(engine)
@@ -218,7 +216,6 @@ def _make_worker_engine(
         engine.half_precision, engine.loss_scaler = kind, LossScale(own["fp16"] if kind is torch.float16 else None)
     else:
         made, inner = arguments.make_engine(own), {}
-        check_whole_model(made[0])
         engine = _change_class(made[0], LocalEngine)
     async_worker = _make_worker(client, engine, options, context)
     note_untrained(async_worker, engine.module, {id(each) for _, each in trainable(engine)})

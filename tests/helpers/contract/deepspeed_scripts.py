@@ -40,6 +40,7 @@ class Script(Case):
     """``does`` is given the engine, of the layers alone or of the whole net, and the run."""
 
     of_layers: bool = False
+    ep_size: int = 1  # of the layers, as if they were experts
     does: Callable[[Any, Run], object] = lambda engine, run: None
 
 
@@ -402,6 +403,12 @@ CASES = {
     "an average that is saved": refused(save_average, "", "save_16bit_model() saves the server's parameters"),
     "an average that is saved after the run": refused(save_average_later, ""),
     "a validation first": refused(validation_first, ""),
+    "experts of another rank": Script(
+        compared=False,
+        hybrid_async="layers: ep_size is 2: every rank must have the whole model",
+        local_sgd="layers: ep_size is 2: every rank must have the whole model",
+        ep_size=2,
+    ),
     "two micro-batches": Script(compared=False, does=two_micro_batches, micro_batches=2),
     "offloading": refused(offload, "", 'offload_states: with "async_training"'),
 }
@@ -409,5 +416,7 @@ CASES = {
 
 def train(net: Net, run: Run) -> None:
     assert isinstance(run.case, Script)
+    if run.case.ep_size > 1:
+        net.layers.ep_size = run.case.ep_size  # type: ignore[assignment]
     engine = deepspeed_engine.make(net, run, list(net.layers.parameters()) if run.case.of_layers else None)
     run.case.does(engine, run)
