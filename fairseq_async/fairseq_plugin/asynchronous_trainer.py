@@ -208,6 +208,16 @@ class AsynchronousTrainer(Trainer, ABC):
         """Takes the sums of :meth:`_summed`, and the step's sample size."""
         self._drawn = float(drawn)
 
+    def _reduce_and_log_stats(
+        self, logging_outputs: FairseqObject, sample_size: float, grad_norm: Tensor | None = None
+    ) -> FairseqObject:
+        """Logs as fairseq does, but nothing of a step of empty batches alone, which a worker of several ranks may have
+        at the end of an epoch: many criterions divide by its size, 0. A plain run has a rank with a batch in each step.
+        """
+        if grad_norm is not None and not self._drawn:
+            return None
+        return super()._reduce_and_log_stats(logging_outputs, sample_size, grad_norm)
+
     # Checkpoints
 
     def consolidate_optimizer(self) -> None:

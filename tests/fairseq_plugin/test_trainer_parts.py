@@ -130,6 +130,20 @@ def test_tasks_and_models_are_given_a_plain_number_of_updates(trainers: Trainers
     assert ends == ([True] * 4 if method is ADASCALE else [False, True, False, True])
 
 
+@BOTH
+def test_no_criterion_is_asked_to_log_a_step_without_a_batch(
+    trainers: Trainers, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """As at the end of an epoch, where a worker has none, for criteria that divide by a step's size."""
+    trainer = trainers.join(method)
+    step(trainer)
+    sizes: list[float] = []
+    monkeypatch.setattr(trainer.task, "reduce_metrics", lambda outputs, _: sizes.append(1 / len(outputs)))
+    assert trainer.train_step([{}]) is None and not sizes
+    step(trainer)
+    assert sizes == [1.0]
+
+
 class Stream(torch.utils.data.IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(24))
