@@ -8,13 +8,14 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from fairseq_async.algorithms import AdaScaleGain
 from fairseq_async.collective import AdaScale
 from fairseq_async.collective.adascale import step_norms
 from fairseq_async.collective.adascale.adam_norm import AdamNorm
 from fairseq_async.collective.adascale.square_norms import LocalSquareNorms, norm_of, plain_norm
-from fairseq_async.collective.adascale.step_norms import StepNormMeter
+from fairseq_async.collective.adascale.step_norms import Differences, StepNormMeter
 from fairseq_async.errors import ConfigurationError
 from tests.helpers.commands import ROOT
 from tests.helpers.references import norms
@@ -294,6 +295,14 @@ def test_norms_may_be_taken_in_every_third_step_only() -> None:
         counts.append(adascale.gains.whole.estimates)
     assert counts == [1, 1, 1, 2, 2, 2, 3]
     assert 7 < adascale.scale_invariant_steps <= 14
+
+
+def test_differences_are_of_gradients_without_their_loss_scale() -> None:
+    weight = Parameter(torch.zeros(2))
+    differences = Differences([[weight]], plain_norm)
+    for gradient, squares, mean in (([2.0, 4.0], 0.0, 0.0), ([6.0, 8.0], 1.0 + 4.0 + 9.0 + 16.0, 4.0 + 9.0)):
+        weight.grad = torch.tensor(gradient)
+        assert differences.square_norms(0.5) == ([pytest.approx(squares)], [pytest.approx(mean)])
 
 
 def test_differences_of_consecutive_gradients_estimate_the_noise_of_one_worker() -> None:

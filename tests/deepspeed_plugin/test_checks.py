@@ -12,6 +12,7 @@ from typing import Any
 
 import deepspeed
 import pytest
+from deepspeed.runtime.lr_schedules import WarmupLR
 
 from fairseq_async import deepspeed_plugin
 from fairseq_async.deepspeed_plugin import checks, dry_run
@@ -141,6 +142,13 @@ def test_an_argument_that_is_not_there_is_named_in_each_version_of_python() -> N
         raise TypeError("AdamW.__init__() got an unexpected keyword argument 'lrr'. Did you mean 'lr'?")
 
     assert dry_run.fault_of_optimizer(optimizer, {"lrr": 0.1}) == "there is no 'lrr'"
+
+
+def test_deepspeed_may_say_something_again_after_a_schedule_was_tried() -> None:
+    before = list(dry_run.logger.filters)
+    assert dry_run.fault_of_schedule(WarmupLR, {"warmup_num_steps": 5}) == ""
+    assert dry_run.fault_of_schedule(WarmupLR, {"warmup_num_steps": "5"})
+    assert dry_run.logger.filters == before
 
 
 @pytest.mark.parametrize(

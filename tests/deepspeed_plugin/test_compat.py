@@ -22,6 +22,13 @@ class BF16_Optimizer:  # noqa: N801 - DeepSpeed's name
     bf16_groups: list[object] = []
 
 
+@pytest.mark.parametrize("name", ["bit16_groups", "bf16_groups", "fp16_groups"])
+def test_low_precision_parameters_are_found_wherever_an_optimizer_has_them(name: str) -> None:
+    groups = [[torch.ones(1)], [torch.zeros(2), torch.ones(2)]]
+    assert compat.low_precision_groups(SimpleNamespace(**{name: groups})) == groups
+    assert compat.low_precision_groups(SimpleNamespace(param_groups=groups)) == []
+
+
 def test_a_missing_attribute_is_named_with_deepspeeds_version() -> None:
     engine = SimpleNamespace(**dict.fromkeys(compat.ENGINE))
     compat.check_attributes(engine)

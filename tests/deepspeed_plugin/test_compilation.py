@@ -54,6 +54,6 @@ def test_waiting_where_torch_distributed_starts_is_said_too(
     initialize = import_module("fairseq_async.deepspeed_plugin.initialize")  # the package has a function of this name
     monkeypatch.setattr(initialize, "waiting_for_compilers", partial(waiting_for_compilers, 0.01))
     monkeypatch.setattr(initialize.deepspeed, "init_distributed", lambda: time.sleep(0.5))
-    monkeypatch.setattr(initialize, "unlink_reduction_buffer", lambda: None)
+    monkeypatch.setattr(initialize, "unlink_reduction_buffer", removed := MagicMock())
     initialize._init_distributed()
-    assert f"delete {lock}" in capsys.readouterr().err
+    assert f"delete {lock}" in capsys.readouterr().err and removed.called

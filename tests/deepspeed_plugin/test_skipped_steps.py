@@ -175,6 +175,16 @@ def test_a_loss_scale_falls_to_its_least_and_then_lets_gradients_through(monkeyp
         assert each.skips(False) and each.value == 2.0, "it falls with the second"
 
 
+@pytest.mark.parametrize(("refills", "value"), [(True, 16.0), (False, 8.0)])
+def test_a_good_step_gives_a_loss_scale_its_patience_back_where_the_configuration_says_so(
+    monkeypatch: pytest.MonkeyPatch, refills: bool, value: float
+) -> None:
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 0)
+    scale = LossScale({"enabled": True, "initial_scale_power": 4, "hysteresis": 2, "consecutive_hysteresis": refills})
+    assert [scale.skips(finite) for finite in (False, True, False)] == [True, False, True]
+    assert scale.value == value
+
+
 @pytest.mark.parametrize(("section", "value"), [(None, 1.0), ({"enabled": True, "loss_scale": 8}, 8.0)])
 def test_a_loss_scale_that_is_fixed_stays(section: dict[str, Any] | None, value: float) -> None:
     scale = LossScale(section)

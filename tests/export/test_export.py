@@ -75,6 +75,7 @@ def test_the_newest_snapshot_that_can_be_read_is_exported(tmp_path: Path) -> Non
     run = run_with_snapshots(tmp_path / "run")
     assert export(run, tmp_path / "out.safetensors") is Format.SAFETENSORS
     assert export(run, tmp_path / "out.pt") is Format.STATE_DICT
+    assert [export(run, tmp_path / name) for name in ("out.pth", "out.bin")] == [Format.STATE_DICT] * 2
     assert equal(load_file(tmp_path / "out.safetensors"), TRAINED)
     assert equal(torch.load(tmp_path / "out.pt", weights_only=True), TRAINED)
     model = nn.ModuleDict({"head": nn.Linear(2, 2)})

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from fairseq_async.export import Format, export
 from tests.helpers.commands import HELPERS, Processes, command
 from tests.helpers.hf_runs import PATH, train
+from tests.helpers.stand_ins import Numbers
 
 DILOCO: dict[str, Any] = {"method": "local_sgd", "outer": "diloco", "local_steps": 3}
 
@@ -26,6 +28,21 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[d
     """A run of two workers: its folder and its events."""
     folder = tmp_path_factory.mktemp("trainer")
     yield folder, train(folder, 2, DILOCO)
+
+
+@pytest.mark.parametrize(("read", "ends"), [(True, False), (False, True)])
+def test_a_loader_of_a_script_that_has_asked_for_its_place_before_may_have_a_divided_data_set(
+    monkeypatch: pytest.MonkeyPatch, read: bool, ends: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchaudio", None)  # transformers would import it; it may not fit this torch
+    kind: Any = import_module("fairseq_async.pytorch.trainer.divided").Division
+    monkeypatch.setattr(kind, "_as_one_of", lambda *given: nullcontext())
+    division = kind.__new__(kind)
+    division._find, division._making, division._was_read = lambda trainer: (2, 0), False, read
+    loader = DataLoader(data := Numbers(8), 2)  # all of it
+    trainer = SimpleNamespace(args=SimpleNamespace(seed=1), train_dataset=data)
+    with pytest.raises(SystemExit) if ends else nullcontext():
+        assert division._make(lambda of: loader, trainer, checks=True) is loader
 
 
 def logged(out: Path, worker: int, key: str) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -162,6 +163,22 @@ def test_local_steps_are_those_of_all_optimizers_together(workers: Start, loop: 
     if count == 1:
         torch.testing.assert_close(ended[0], plain(loop, make))
     assert torch.equal(ended[0], ended[-1])
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_step_of_which_one_optimizer_has_a_finite_gradient_is_a_local_step(workers: Start, bad: int) -> None:
+    def train(worker: int) -> tuple[int, bool]:
+        nets = models()
+        optimizers = [SGD(net.parameters(), lr=0.1) for net in nets]
+        with AsyncLocalSGD(nets, optimizers, outer="sgd", outer_lr=1.0, local_steps=1, total_steps=1) as training:
+            for number, net in enumerate(nets):
+                for parameter in net.parameters():
+                    parameter.grad = torch.full_like(parameter, math.nan if number == bad else 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+            return training.async_worker.step_number, training.finished
+
+    assert workers(1, local_sgd_main.build).run(train) == [(1, True)]
 
 
 def test_a_gradient_counts_in_the_mean_of_its_own_optimizer_alone(workers: Start) -> None:

@@ -8,15 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fairseq_async.method.spec import local_sgd_spec
 from fairseq_async.options.config import DelayedNesterovOptions, OuterSGDOptions
-from fairseq_async.protocol import Pull, PullReply, ScheduleEvent, Status, Welcome
+from fairseq_async.protocol import Pull, PullReply, Push, PushReply, Report, ScheduleEvent, Status, Welcome
 from fairseq_async.server.resume import newest_state
 from fairseq_async.server.run import inner_optimizer
 from scripts.faults.digest import digest
 from tests.helpers.halving import LAYOUT, halving_spec
-from tests.helpers.in_process import take_snapshot
+from tests.helpers.in_process import slot, take_snapshot
 from tests.helpers.mortal import InlineSnapshots
 from tests.helpers.restarts import Restarts, Worker, both, save
 
@@ -190,6 +191,18 @@ def test_workers_of_a_server_that_comes_back_read_the_checkpoint_that_the_run_ha
     restarts.service.described.from_checkpoint = True
     _, welcome = restarted(restarts, workers, "snapshot")
     assert welcome.from_checkpoint
+
+
+def test_what_was_lost_of_starts_in_int8_goes_with_the_next_one(tmp_path: Path, how: str) -> None:
+    restarts = Restarts(tmp_path, local_sgd_spec(OuterSGDOptions(compress="pull=int8", local_steps=3), 2, [], None, {}))
+    try:
+        workers, _ = both(restarts.begin(), restarts.spec)
+        for number in range(3):
+            slot(restarts.service, 0).copy_(torch.tensor([1.0, 0.3, 0.07]))
+            workers[0].ask(Push(number, 0, 1.0, Report(local_steps=3, step_seconds=0.5)), PushReply)
+        restarted(restarts, workers, how)
+    finally:
+        restarts.close()
 
 
 def test_changes_of_parameters_come_after_an_update_and_all_of_them_where_they_are_taken_again(tmp_path: Path) -> None:

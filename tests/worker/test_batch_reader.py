@@ -1,10 +1,13 @@
 """Batches that loader processes make ahead, where what is expected next changes."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from torch.utils.data import Dataset
 
 from fairseq_async.worker.batch_reader import BatchReader
-from fairseq_async.worker.shards import BatchKey
+from fairseq_async.worker.shards import BatchCounter, BatchKey, place
 
 
 class Keys(Dataset[tuple[BatchKey, str]]):
@@ -14,6 +17,14 @@ class Keys(Dataset[tuple[BatchKey, str]]):
         if key[1] >= 500:
             raise ValueError("nobody asked for so many")
         return key, f"{key[1]} of part {key[0]}"
+
+
+def test_after_a_dealt_step_the_batches_of_the_next_one_are_expected() -> None:
+    """Of the four batches of a step of two workers, this one has three, from the fifth on."""
+    counter = BatchCounter(micro_batches=2, workers=2)
+    position: Any = SimpleNamespace(sequence=1, done=0, first_micro_batch=4, micro_batches=3)
+    drawn = [counter.next(position) for _ in range(3)]
+    assert [counter.following(key) for key in drawn] == [*drawn[1:], place(8, workers=2, micro_batches=2)]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
