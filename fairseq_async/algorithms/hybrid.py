@@ -147,9 +147,8 @@ class HybridAccumulation:
         }
 
     def load_state_dict(self, state: State) -> None:
-        self._pieces.load_state_dict(
-            state["optimizer"], state.get("pieces")
-        )  # not in an older state, where no piece was cut
+        sizes = state.get("pieces")  # not in an older state, where no piece was cut
+        self._pieces.load_state_dict(state["optimizer"], sizes)
         self._has_gradients = False
         self._missing = sum(1 << number for number in state.get("missing", ()))
         self.weight, self.count = state["weight"], state["count"]

@@ -157,9 +157,7 @@ class BackgroundExchange(DirectExchange):
         worker, sent = self.worker, self._sent[: fragment.size]
         answer = worker.client.push(lambda slot: fragment.of(slot).sub_(sent), push)
         work = worker.wait_while_idle(answer)
-        lost = (
-            answer.refused > worker.refusals.total
-        )  # the answer that it was refused: this one says that it came before
+        lost = answer.refused > worker.refusals.total  # DUPLICATE, where the answer that said REFUSED was lost
         refused = self._delay is not None and (answer.status is Status.REFUSED or lost)
         whole = work.finished or refused
         self._pulled = None if whole or self._delay is None else push.sequence
