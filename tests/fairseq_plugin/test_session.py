@@ -4,6 +4,8 @@ import queue
 import threading
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -15,11 +17,13 @@ from fairseq.trainer import Trainer
 
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin import session
+from fairseq_async.fairseq_plugin.command_line import read_command, write_command
 from fairseq_async.fairseq_plugin.compat import shutdown
 from fairseq_async.fairseq_plugin.compat.dealt import grouped
 from fairseq_async.fairseq_plugin.registry import METHODS, SynchronousMethod
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.worker.start.server_process import ServerProcess
+from tests.helpers.commands import MODEL
 from tests.helpers.fairseq_trainers import HYBRID, Trainers, step
 from tests.helpers.stand_ins import Time
 from tests.helpers.waiting import wait_until
@@ -215,3 +219,17 @@ def test_worker_0_ends_the_run_for_all_and_its_server_outlasts_it(trainers: Trai
         assert first.session._ended
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize(("data", "is_missing"), [("s3://bucket/data", False), ("data", True), ("data|s3://b", True)])
+def test_data_at_an_address_is_no_missing_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str, is_missing: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["fairseq-train", data, *map(str, MODEL)])
+    write_command(tmp_path)
+    with (
+        pytest.raises(ConfigurationError, match="the data of the run, .*/data, is not") if is_missing else nullcontext()
+    ):
+        cfg, _ = read_command(tmp_path)
+        assert cfg.task.data == data

@@ -144,6 +144,13 @@ def test_a_description_of_version_0_1_has_the_options_of_every_rule() -> None:
     assert set(flat) - set(ours) == {"outer_momentum", "c", "delay", "buffer_size"}, "of other rules"
 
 
+@pytest.mark.parametrize(("outer", "delay"), [("delayed_nesterov", 3), ("buffered_nesterov", 5)])
+def test_of_the_delays_of_every_rule_in_version_0_1_that_of_the_runs_own_rule_counts(outer: str, delay: int) -> None:
+    options = methods.outer_rule(outer).options(outer=outer)
+    flat = as_version_0_1(local_sgd_spec(options, 2, [], None, {})) | {"delay": 3, "buffer_size": 5}
+    assert MethodSpec.from_json(flat).options["delay"] == delay
+
+
 def test_steps_that_close_and_look_ahead_are_the_default_of_hybrid_and_a_barrier_has_neither() -> None:
     """In a description ``null`` is auto."""
     spec = MethodSpec.from_json(hybrid_spec(HybridOptions(), 3, None, {}, 0).to_json())

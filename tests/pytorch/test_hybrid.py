@@ -25,6 +25,7 @@ from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
 from fairseq_async.pytorch.micro_batches import BackwardPasses
 from fairseq_async.server.programs import gradient_main, local_sgd_main
 from fairseq_async.server.rounds.shares import Shares
+from fairseq_async.worker.loop import WorkerLoop
 from tests.helpers.run_files import events
 from tests.helpers.thread_workers import ThreadWorkers
 
@@ -421,3 +422,29 @@ def test_micro_batches_are_counted_in_their_own_block() -> None:
             each.remove()
     passes.check(2)
     assert passes.count == 0
+
+
+@pytest.mark.parametrize(("make", "build"), [(AsyncLocalSGD, local_sgd_main.build), (HybridAsync, gradient_main.build)])
+def test_a_worker_that_is_to_be_slower_waits_once_in_each_step(
+    workers: Start, monkeypatch: pytest.MonkeyPatch, make: Any, build: Any
+) -> None:
+    waited: list[float] = []
+
+    def wait(loop: WorkerLoop) -> float:
+        waited.append(1.0)
+        return 0.5
+
+    monkeypatch.setattr(WorkerLoop, "slowed_down", wait)
+
+    def train(worker: int) -> int:
+        model, steps = model_of(), 0
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with make(model, optimizer, total_steps=4) as training:
+            while not training.finished:
+                optimizer.zero_grad()
+                loss_of(model, worker, steps).backward()
+                optimizer.step()
+                steps += 1
+        return steps
+
+    assert workers(1, build).run(train) == [4] and len(waited) == 4
