@@ -13,6 +13,8 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 LARGEST = 1 << 53  # a log's numbers are summed as floats, which are exact up to there
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Tokens = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]  # a rule squares them
+DRAWN = "micro_batches"
+"""The key of a worker's position that is its number of micro-batches so far, and no place in an iterator."""
 _BYTES, _DEPTH = 1 << 15, 8  # of a worker's position in its data, which goes through the server into snapshots and logs
 
 

@@ -5,6 +5,7 @@ from fairseq_async.errors import RefusedError
 from fairseq_async.method.spec import OPTIMIZER_OVERRIDES, MethodSpec
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.protocol.notices import Tell
+from fairseq_async.protocol.work import DRAWN
 from fairseq_async.records.snapshots import OTHER, Snapshots
 from fairseq_async.server.run import Run, inner_optimizer
 from fairseq_async.server.shards.rule import SHARDS
@@ -76,7 +77,8 @@ def _misfit(run: Run, state: State) -> str:
     spec = MethodSpec.from_json(state["spec"])
     if difference := Layout.from_json(state["layout"]).difference(run.layout):
         return f"another model: {difference}"
-    if spec.workers != run.spec.workers and any(state["positions"].values()):
+    places = [position for position in state["positions"].values() if position and position.keys() != {DRAWN}]
+    if spec.workers != run.spec.workers and places:
         return f"{spec.workers} workers, each at its place in its part of the data; this run has {run.spec.workers}"
     if state["method"] != run.spec.name:
         return str(state["method"])

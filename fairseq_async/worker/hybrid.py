@@ -16,13 +16,13 @@ from fairseq_async.exchange.devices import ARRIVED, Transfer
 from fairseq_async.method.spec import JsonObject, MethodSpec
 from fairseq_async.protocol import Assignment, Push, Report, Welcome
 from fairseq_async.protocol.receipt import Status
+from fairseq_async.protocol.work import DRAWN
 from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.divided import DividedReplica
 from fairseq_async.worker.replica import TensorReplica, between
 
 MOST_REFUSED = 10  # gradients in a row, before a worker stops
-_DRAWN = "micro_batches"  # the key of a worker's position
 
 
 class HybridWorker(AsyncWorker):
@@ -87,8 +87,9 @@ class HybridWorker(AsyncWorker):
         super().begin(welcome)
         self._note(welcome.assignment)
         if self._average:
-            drawn = (welcome.position or {}).get(_DRAWN)
-            self.drawn = drawn if isinstance(drawn, int) else self.sequence * self._average
+            drawn = (welcome.position or {}).get(DRAWN)
+            # one that the run did not have before begins where the others are, on average
+            self.drawn = drawn if isinstance(drawn, int) else int(self.progress) * self._average
 
     def take_state(self, server: State) -> None:
         """Takes parameters and progress from the server's whole state."""
@@ -131,7 +132,7 @@ class HybridWorker(AsyncWorker):
     def step(self, samples: float, loss: float | None, norm: float | None = None, factor: float = 1.0) -> None:
         """Pushes the parameters' ``grad`` times ``factor``, the mean over ``samples``, as :meth:`exchange` does."""
         weight = float(samples) if self.weight is None else self.weight
-        position: JsonObject | None = None if self.drawn is None else {_DRAWN: self.drawn + self.micro_batches}
+        position: JsonObject | None = None if self.drawn is None else {DRAWN: self.drawn + self.micro_batches}
         self.exchange(partial(self.write, factor=factor), weight, Report(position, loss=loss), norm)
 
     def exchange(

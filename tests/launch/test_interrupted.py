@@ -18,6 +18,7 @@ from fairseq_async.launch.launcher import Launcher
 from fairseq_async.launch.options import LaunchOptions
 from fairseq_async.launch.progress.progress import Progress
 from fairseq_async.method.spec import OPTIMIZER_OVERRIDES, JsonObject
+from fairseq_async.protocol.work import DRAWN
 from fairseq_async.records.created_files import CreatedFiles
 from fairseq_async.records.snapshots import Snapshots
 from fairseq_async.reporting.audit import audit
@@ -161,10 +162,12 @@ def test_places_in_the_data_of_another_number_of_workers_are_set_aside(tmp_path:
         process.stop()
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_another_number_of_workers_goes_on_where_no_places_in_the_data_were_kept(tmp_path: Path, workers: int) -> None:
-    """As in scripts, which divide their data themselves."""
-    interrupted_after(tmp_path / "run", 4, save_at=0, position=None)
+@pytest.mark.parametrize(("workers", "position"), [(1, None), (3, None), (1, {DRAWN: 8}), (3, {DRAWN: 8})])
+def test_another_number_of_workers_goes_on_where_no_places_in_the_data_were_kept(
+    tmp_path: Path, workers: int, position: JsonObject | None
+) -> None:
+    """As in scripts, which divide their data themselves, or in which the server deals the batches."""
+    interrupted_after(tmp_path / "run", 4, save_at=0, position=position)
     process, client = begin(tmp_path / "run", 9.0, workers=workers)
     try:
         version, value = pull(client)
