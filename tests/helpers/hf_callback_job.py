@@ -4,6 +4,7 @@ Usage: hf_callback_job.py OUT OPTIONS [CHECKPOINT]; without a method in OPTIONS,
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,19 @@ class Stop(TrainerCallback):
         control.should_training_stop = True
 
 
+class Dies(TrainerCallback):
+    """Dies after five steps, once; leaves what they were of, without the batch that was read ahead."""
+
+    def __init__(self, out: Path, data: Counting) -> None:
+        self.left, self.data = out / "drawn.json", data
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5 and not self.left.exists():
+            drawn = self.data.drawn[: 5 * args.train_batch_size * args.gradient_accumulation_steps]
+            self.left.write_text(json.dumps(drawn))
+            os._exit(1)
+
+
 class OutOfMemory(TrainerCallback):
     """Fails as a GPU does whose memory is too small."""
 
@@ -37,6 +51,7 @@ def train(out: Path, options: dict[str, Any], checkpoint: str | None) -> Trainer
     others: list[TrainerCallback] = [Stop()] if options.pop("stops", False) else []
     finds, epochs = options.pop("finds_batch_size", False), options.pop("epochs", 0)
     samples, accumulation = options.pop("samples", 256), options.pop("accumulation", 1)
+    dies = options.pop("dies", False)
     others += [OutOfMemory()] if finds else []
     muon = options.pop("muon", False)
     callback = AsyncCallback(**options) if "method" in options else None
@@ -62,6 +77,7 @@ def train(out: Path, options: dict[str, Any], checkpoint: str | None) -> Trainer
         auto_find_batch_size=finds,
     )
     data = Counting(range(worker, samples - worker, workers))
+    others += [Dies(out, data)] if dies else []
     optimizer: MuonAdamW | None = None
     if muon:
         # what AdamW divides by is above the rounding of gradients that are 0 (those of the keys' biases)
@@ -79,6 +95,8 @@ def train(out: Path, options: dict[str, Any], checkpoint: str | None) -> Trainer
     torch.save(model.state_dict(), out / f"began-{worker}.pt")
     trainer.train(resume_from_checkpoint=checkpoint)
     torch.save(model.state_dict(), out / f"worker-{worker}.pt")
+    if dies:
+        (out / "drawn again.json").write_text(json.dumps(data.drawn))
     (out / f"worker-{worker}.json").write_text(json.dumps(trainer.state.log_history))
     return trainer
 

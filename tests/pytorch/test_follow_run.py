@@ -106,6 +106,43 @@ def test_a_trainers_loss_in_the_log_is_the_mean_of_its_own_steps(following: Any)
     assert trainer._tr_loss == 6.0 * 4, "the last one's is logged where the training stops"
 
 
+@pytest.mark.parametrize(
+    ("sequence", "known", "given", "expected"),
+    [
+        (5, 0, (0, 0, 0, None), [(2, 2, 6, "out"), (3, 2, 6, "out")]),
+        (5, 6, (1, 1, 4, "its checkpoint"), [(2, 2, 6, "its checkpoint"), (3, 2, 6, "its checkpoint")]),
+        (5, 11, (2, 2, 6, "its checkpoint"), [(2, 2, 6, "its checkpoint"), (3, 2, 6, "its checkpoint")]),
+        (0, 0, (0, 0, 0, None), [(0, 0, 0, None), (1, 0, 0, None)]),
+    ],
+    ids=["started again", "with its old checkpoint", "from a checkpoint", "late"],
+)
+def test_a_worker_that_was_in_the_run_goes_on_with_the_data_behind_its_steps(
+    following: Any,
+    capsys: pytest.CaptureFixture[str],
+    sequence: int,
+    known: int,
+    given: tuple[Any, ...],
+    expected: list[tuple[Any, ...]],
+) -> None:
+    """Eleven steps of two batches: two epochs of four steps, and three. Without a checkpoint the Trainer of worker 0
+    knows of no evaluation, and a line says so."""
+    worker = SimpleNamespace(sequence=sequence, run_progress=11.0, finished=False, client=SimpleNamespace(worker=0))
+    flow = flow_of(following, worker, [], output_dir="out", metric_for_best_model="loss")
+    names: tuple[str, ...] = ("epoch", "epochs_trained")
+    names += ("steps_trained_in_current_epoch", "resume_from_checkpoint")
+    seen: list[tuple[Any, ...]] = []
+    flow._trainer._run_epoch = lambda loader, **place: seen.append(tuple(place[name] for name in names))
+    flow.plan((7, 4, 100, 120, 8, 9, 12), [0], 18, 2, False)
+    flow._trainer.state.global_step = known
+    flow.begin(18)
+    assert flow._trainer.state.global_step == 11
+    for epoch in range(2):
+        flow._trainer._run_epoch(loader=None, **dict(zip(names, given, strict=True)) | {"epoch": given[0] + epoch})
+    assert seen == expected
+    forgets = "warning: worker 0 goes on at step 11 without a checkpoint of the Trainer" in capsys.readouterr().err
+    assert forgets is (sequence > known == 0)
+
+
 def test_a_gradient_weighs_as_many_tokens_as_the_trainer_has_counted(following: Any) -> None:
     worker: Any = HybridWorker.__new__(HybridWorker)
     flow = flow_of(following, worker, [])

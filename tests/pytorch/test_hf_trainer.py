@@ -134,6 +134,21 @@ def test_a_run_goes_on_from_the_trainers_checkpoint(two: tuple[Path, list[dict[s
     assert of_1 == pytest.approx(of_0, rel=0.3), "both have the losses of six steps"
 
 
+@pytest.mark.parametrize("options", [{"method": "hybrid_async"}, DILOCO | {"local_steps": 1, "accumulation": 2}])
+def test_a_worker_that_is_started_again_goes_on_with_the_data_that_follow(
+    tmp_path: Path, processes: Processes, options: dict[str, Any]
+) -> None:
+    """Twelve steps are of samples of one pass, none of which is trained twice."""
+    own = json.dumps(options | {"dies": True, "run_dir": str(tmp_path / "run")})
+    job = ["python", HELPERS / "hf_callback_job.py", tmp_path, own]
+    line = [command("fairseq-async"), "launch", "--workers", 1, "--max-restarts", 1, "--", *job]
+    code, output = processes.run(line, seconds=200, PYTHONPATH=PATH)
+    assert code == 0 and "Traceback" not in output, output
+    before, after = (json.loads((tmp_path / name).read_text()) for name in ("drawn.json", "drawn again.json"))
+    batch = 4 * options.get("accumulation", 1)
+    assert len(before) == 5 * batch and len(set(before + after[: 7 * batch])) == 12 * batch
+
+
 def test_a_trainer_is_one_of_all_ranks_only_while_it_makes_the_loader_of_its_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

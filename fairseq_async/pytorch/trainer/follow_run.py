@@ -23,6 +23,7 @@ from fairseq_async.server.optimizers.learning_rates import begin_anew, rates_by_
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.start.process import errors_in_one_line
+from fairseq_async.worker.start.server_process import say
 
 Plan: TypeAlias = tuple[Any, ...]  # what ``Trainer.set_initial_training_values`` returns
 Worker: TypeAlias = LocalSGDWorker | HybridWorker
@@ -98,11 +99,42 @@ class FollowRun(DefaultFlowCallback):
         """Takes the run's number of steps, where worker 0 has given it, and the progress of a run that is under way."""
         trainer, worker = self._trainer, self._find()
         trainer.state.max_steps = total_steps or trainer.state.max_steps
+        known = trainer.state.global_step  # to the Trainer, whose data go on there
         if worker is not None:
             trainer.state.global_step = max(trainer.state.global_step, self._steps(worker))
             trainer._initial_global_step = trainer._globalstep_last_logged = trainer.state.global_step
         if isinstance(worker, HybridWorker) and worker.micro_batches:
             self._accumulation = Accumulation(trainer, worker)
+        # one that comes late for the first time has its part of the data still before it
+        if worker is not None and trainer.state.global_step > known and worker.sequence > 0:
+            self._come_back(trainer, forgets=worker.client.worker == known == 0)
+
+    def _come_back(self, trainer: Trainer, forgets: bool) -> None:
+        """Makes a worker that was in the run before go on with its data; says what worker 0's ``Trainer`` forgets."""
+        if self._steps_per_epoch and hasattr(trainer, "_run_epoch"):
+            go_on = partial(self._run_epoch, trainer._run_epoch, trainer.state.global_step)
+            setattr(trainer, "_run_epoch", go_on)  # noqa: B010 - mypy assigns to no method
+        if forgets and trainer.args.metric_for_best_model:
+            say(
+                f"warning: worker 0 goes on at step {trainer.state.global_step} without a checkpoint of the Trainer: "
+                "load_best_model_at_end and early stopping know of no evaluation before; give train() the last one, as "
+                "resume_from_checkpoint"
+            )
+
+    def _run_epoch(self, run_epoch: Callable[..., None], steps: int, **given: Any) -> None:
+        """Stands for the ``Trainer``'s ``_run_epoch`` where this worker was in the run before, as one that was started
+        again, or with ``--resume``: its data go on behind the run's steps, as from a checkpoint of that step. The
+        ``Trainer`` would train the first batches once more."""
+        epochs, more = divmod(steps, self._steps_per_epoch)
+        arguments = self._trainer.args
+        place = {
+            "epoch": given["epoch"] - given["epochs_trained"] + epochs,
+            "epochs_trained": epochs,
+            "steps_trained_in_current_epoch": more * int(arguments.gradient_accumulation_steps),
+        }
+        if given["resume_from_checkpoint"] is None:  # without it nothing is skipped; this has no state to be loaded
+            place["resume_from_checkpoint"] = arguments.output_dir
+        run_epoch(**given | place)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
