@@ -144,7 +144,7 @@ def _initialize_synchronous(
         engine = _change_class(made, AdasumEngine)
         engine.set_up(options)
     else:
-        config = checks.worker_batch(config, 1, dist.get_world_size(), arguments.name)
+        config = checks.worker_batch(config, dist.get_world_size(), dist.get_world_size(), arguments.name)
         made, optimizer, schedule = arguments.make_engine(config)
         engine = _change_class(made, AdaScaleEngine)
         engine.set_up(options)

@@ -27,6 +27,7 @@ from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
 from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
 from fairseq_async.deepspeed_plugin.engines.synchronous import SynchronousEngine
 from fairseq_async.deepspeed_plugin.engines.tensors import check_masters, has_no_gradient, replica_of, trainable
+from fairseq_async.deepspeed_plugin.engines.zero3 import ShownGroups
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
 from fairseq_async.errors import ConfigurationError, ExchangeError
 from fairseq_async.exchange import SharedMemory
@@ -353,6 +354,32 @@ def test_a_schedule_that_is_to_begin_anew_does(tmp_path: Path) -> None:
     engine = SavingEngine(tmp_path, joined=False)
     engine.load_checkpoint(str(tmp_path), load_lr_scheduler_states=False)
     assert (engine.did, engine._followed.rates) == (RESUMED, [0.001])
+
+
+def test_the_engines_own_optimizer_shows_the_rates_of_the_servers() -> None:
+    served, own = (SGD([Parameter(torch.zeros(1))], lr=1.0) for _ in range(2))
+    engine: Any = SimpleNamespace(
+        _schedule=SimpleNamespace(follow=lambda step: served.param_groups[0].update(lr=1.0 / step)),
+        async_worker=SimpleNamespace(progress=4.0),
+        lr_scheduler=None,
+        served=served,
+        _shown=ShownGroups(own.param_groups, served.param_groups),
+        _followed=MagicMock(),
+    )
+    HybridEngine._set_learning_rates(engine)
+    assert own.param_groups[0]["lr"] == 0.25
+
+
+def test_a_rate_that_a_script_sets_between_two_steps_ends_the_worker_before_it_sends_anything(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine = MagicMock()
+    engine._is_past_the_end.return_value = False
+    engine._check_rates.side_effect = ConfigurationError("something else sets the learning rate")
+    with pytest.raises(SystemExit):
+        HybridEngine._take_model_step(engine, None)
+    assert "something else sets the learning rate" in capsys.readouterr().err
+    assert not engine.async_worker.mock_calls
 
 
 def test_a_step_has_no_gradient_where_none_of_its_parameters_has_one() -> None:

@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -324,3 +326,26 @@ def test_options_of_a_server_are_refused(key: str, value: Any) -> None:
     _, section, options = configuration.split({"async_training": ADASUM | {key: value}}, "file.json")
     with pytest.raises(ConfigurationError, match=f'"{key}" is of no use with method adasum'):
         configuration.check_group(section, options.method, "file.json")
+
+
+def test_where_to_write_may_be_said_for_whatever_method() -> None:
+    _, section, options = configuration.split({"async_training": ADASUM | {"run_dir": "here"}}, "file.json")
+    configuration.check_group(section, options.method, "file.json")
+
+
+@pytest.mark.parametrize(("method", "of_engine"), [("adasum", 8), ("adascale", 16)])
+def test_a_batch_is_that_of_all_ranks_as_in_deepspeed(
+    monkeypatch: pytest.MonkeyPatch, method: str, of_engine: int
+) -> None:
+    """In Adasum each of the two ranks is a world of its own to DeepSpeed."""
+    initialize: Any = import_module("fairseq_async.deepspeed_plugin.initialize")
+    for name in ("_init_distributed", "set_environment_without_launcher", "SingleRankGroups"):
+        monkeypatch.setattr(initialize, name, lambda: None)
+    monkeypatch.setattr(initialize.dist, "get_world_size", lambda: 2)
+    given = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    _, _, options = configuration.split({"async_training": {"method": method}}, "file.json")
+    arguments = MagicMock(others={"mpu": None})
+    arguments.make_engine.side_effect = InterruptedError
+    with pytest.raises(InterruptedError):
+        initialize._initialize_synchronous(arguments, options, given)
+    assert arguments.make_engine.call_args.args == (given | {"train_batch_size": of_engine},)
