@@ -8,8 +8,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pydantic_core import from_json
@@ -28,6 +30,42 @@ _LARGEST = torch.finfo(torch.float32).max
 PADDING = b"\0"  # bytes that a power failure may leave before a line
 # A line as this module writes it: to parse the JSON of millions of them would take minutes at each restart.
 _OUR_LINE = re.compile(rb'\{"time": [-+.e\d]+, "worker": (\d+), "sequence": (\d+), [^\0]*\}\n')
+
+
+@dataclass(frozen=True)
+class ControlEvent:
+    """A change of a rule's round size, or an epoch's begin or end, between two updates. A replay repeats it."""
+
+    event: Literal["limit_round", "begin_epoch", "end_epoch"]
+    updates: int | None = None
+    epoch: int | None = None
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Settled:
+    """An update that was settled, for the log.
+
+    Attributes:
+        held_seconds: how long it waited for others; 0 if it did not wait.
+        merged: the versions made by merging parameters of a server above since the update before.
+    """
+
+    receipt: Receipt
+    report: Report
+    control_events: tuple[ControlEvent, ...] = ()
+    held_seconds: float = 0.0
+    merged: tuple[int, ...] = ()
+
+    @property
+    def recorded(self) -> JsonObject:
+        """The fields for its line in the log besides those of receipt and report."""
+        own: JsonObject = {}
+        if self.held_seconds:
+            own["held_seconds"] = self.held_seconds
+        if self.merged:
+            own["merged"] = list(self.merged)
+        return own
 
 
 class EventLog:

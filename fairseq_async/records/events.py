@@ -1,55 +1,18 @@
-"""Settled updates as a server logs them, and the reader of ``events.jsonl`` for replays, reports and live views."""
+"""The reader of ``events.jsonl`` for replays, reports and live views."""
 
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, BinaryIO, Generic, Literal, TypeVar
+from typing import Annotated, BinaryIO, Generic, TypeVar
 
 from pydantic import AliasChoices, BaseModel, Field, TypeAdapter, ValidationError
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method.spec import JsonObject
 from fairseq_async.options.validation import first_mistake
-from fairseq_async.protocol import Report
-from fairseq_async.protocol.receipt import Receipt, Status
-from fairseq_async.records.event_log import PADDING
-
-
-@dataclass(frozen=True)
-class ControlEvent:
-    """A change of a rule's round size, or an epoch's begin or end, between two updates. A replay repeats it."""
-
-    event: Literal["limit_round", "begin_epoch", "end_epoch"]
-    updates: int | None = None
-    epoch: int | None = None
-    loss: float | None = None
-
-
-@dataclass(frozen=True)
-class Settled:
-    """An update that was settled, for the log.
-
-    Attributes:
-        held_seconds: how long it waited for others; 0 if it did not wait.
-        merged: the versions made by merging parameters of a server above since the update before.
-    """
-
-    receipt: Receipt
-    report: Report
-    control_events: tuple[ControlEvent, ...] = ()
-    held_seconds: float = 0.0
-    merged: tuple[int, ...] = ()
-
-    @property
-    def recorded(self) -> JsonObject:
-        """The fields for its line in the log besides those of receipt and report."""
-        own: JsonObject = {}
-        if self.held_seconds:
-            own["held_seconds"] = self.held_seconds
-        if self.merged:
-            own["merged"] = list(self.merged)
-        return own
+from fairseq_async.protocol.receipt import Status
+from fairseq_async.records.event_log import PADDING, ControlEvent
 
 
 @dataclass(frozen=True)

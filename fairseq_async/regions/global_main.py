@@ -9,7 +9,7 @@ from fairseq_async import protocol
 from fairseq_async.environment import TOKEN
 from fairseq_async.protocol import Answer
 from fairseq_async.protocol.notices import Tell
-from fairseq_async.server.network.peers import Peer
+from fairseq_async.server.network.connections import Peer
 from fairseq_async.server.plan import Build
 from fairseq_async.server.programs.local_sgd_main import build
 from fairseq_async.server.programs.program import serve

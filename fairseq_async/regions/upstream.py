@@ -10,7 +10,7 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.method.global_server import GlobalServer
 from fairseq_async.method.spec import MOST_LOCAL_STEPS
 from fairseq_async.protocol.receipt import SETTLED, Status
-from fairseq_async.records.events import Settled
+from fairseq_async.records.event_log import Settled
 from fairseq_async.server.coordinator import Coordinator
 
 

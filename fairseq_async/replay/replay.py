@@ -19,8 +19,8 @@ from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Layout, Push, Receipt, Report, ScheduleEvent
 from fairseq_async.protocol.receipt import SETTLED, Status
 from fairseq_async.records.description import RunDescription
-from fairseq_async.records.event_log import EVENTS
-from fairseq_async.records.events import Event, LineReader, Settled
+from fairseq_async.records.event_log import EVENTS, Settled
+from fairseq_async.records.events import Event, LineReader
 from fairseq_async.records.recording import START, checksum, load_recorded, merge_path, read_vector
 from fairseq_async.reporting import GIVE_A_RUN
 from fairseq_async.server import Parameters

@@ -9,7 +9,7 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import RefusedError
 from fairseq_async.method.spec import JsonObject
 from fairseq_async.protocol import SETTLED, Receipt, Report, ScheduleEvent, Status
-from fairseq_async.records.events import ControlEvent, Settled
+from fairseq_async.records.event_log import ControlEvent, Settled
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.outcome import Instruction, Outcome
 from fairseq_async.server.parameter_server import ParameterServer
@@ -80,7 +80,8 @@ class Coordinator:
         """
         receipt = self.server.push(update, norm)
         self._pending[update.worker] = report
-        self.shares.arrive(update.worker, now)
+        if self.shares.micro_batches:
+            self.shares.arrive(update.worker, now)
         if receipt.status is not Status.HELD:
             return self._go_on(now, [receipt])
         self.held_since[receipt.worker] = now

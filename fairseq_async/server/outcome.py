@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from fairseq_async.protocol import Assignment
 from fairseq_async.protocol.receipt import Receipt
-from fairseq_async.records.events import Settled
+from fairseq_async.records.event_log import Settled
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from fairseq_async.protocol.layout import Layout
 from fairseq_async.protocol.notices import Tell, tell_log
 from fairseq_async.protocol.receipt import SETTLED
 from fairseq_async.protocol.sketches import different
-from fairseq_async.records.event_log import EventLog
-from fairseq_async.records.events import ControlEvent, Settled
+from fairseq_async.records.event_log import ControlEvent, EventLog, Settled
 from fairseq_async.records.recording import START, update_path
 from fairseq_async.records.state_files import moved, private, restored_path, saved_path, write_state
 from fairseq_async.server.build import build_coordinator

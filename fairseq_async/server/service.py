@@ -19,8 +19,7 @@ from fairseq_async.protocol.notices import GONE, Tell, tell_log
 from fairseq_async.records.snapshots import Snapshots
 from fairseq_async.records.state_files import read_state, restored_path
 from fairseq_async.server.kept_state import KeptState
-from fairseq_async.server.network.connections import Connections
-from fairseq_async.server.network.peers import USUAL, Peer, use_idle_cores
+from fairseq_async.server.network.connections import USUAL, Connections, Peer, use_idle_cores
 from fairseq_async.server.outcome import Outcome
 from fairseq_async.server.plan import Build
 from fairseq_async.server.resume import check_snapshot, newest_state

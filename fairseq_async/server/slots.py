@@ -22,7 +22,7 @@ from fairseq_async.protocol.layout import Layout
 from fairseq_async.protocol.notices import Tell, tell_log
 from fairseq_async.protocol.receipt import Status
 from fairseq_async.server.compressed_starts import CompressedFragments, compressed_starts
-from fairseq_async.server.network.peers import Peer
+from fairseq_async.server.network.connections import Peer
 from fairseq_async.server.parameter_server import ParameterServer
 
 

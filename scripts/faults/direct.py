@@ -14,7 +14,7 @@ from fairseq_async.errors import ProtocolError
 from fairseq_async.exchange.authentication import challenge, proof
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Layout
-from fairseq_async.server.network.peers import Peer
+from fairseq_async.server.network.connections import Peer
 from fairseq_async.server.plan import Build
 from fairseq_async.server.service import Service
 from fairseq_async.worker.connection.compressor import Compressor

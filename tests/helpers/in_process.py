@@ -10,7 +10,7 @@ from torch import Tensor
 from fairseq_async.exchange.authentication import challenge, proof
 from fairseq_async.protocol import Greeting, Introduce, Introduced, Request, encode, parse_answer
 from fairseq_async.server.kept_state import KeptState
-from fairseq_async.server.network.peers import Peer
+from fairseq_async.server.network.connections import Peer
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.plan import Build
 from fairseq_async.server.service import Service

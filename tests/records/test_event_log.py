@@ -11,8 +11,8 @@ from rich.console import Console
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.protocol import Report
 from fairseq_async.protocol.receipt import Receipt, Status
-from fairseq_async.records.event_log import BAD, EVENTS, ROLLBACKS, ROLLED_BACK, EventLog
-from fairseq_async.records.events import Event, LineReader, Settled, read_events
+from fairseq_async.records.event_log import BAD, EVENTS, ROLLBACKS, ROLLED_BACK, EventLog, Settled
+from fairseq_async.records.events import Event, LineReader, read_events
 from fairseq_async.records.recording import checksum, read_vector, record_vector
 from fairseq_async.reporting.audit import AuditError, audit, show
 from tests.helpers.run_files import events, snapshot_versions

@@ -17,7 +17,7 @@ from fairseq_async.method.global_server import parse_upstream
 from fairseq_async.method.spec import MOST_LOCAL_STEPS
 from fairseq_async.protocol import Receipt, Report, Status
 from fairseq_async.protocol.receipt import SETTLED
-from fairseq_async.records.events import Settled
+from fairseq_async.records.event_log import Settled
 from fairseq_async.regions import upstream_link
 from fairseq_async.regions.global_main import GlobalService
 from fairseq_async.regions.regional_main import RegionalService

@@ -12,8 +12,8 @@ from torch import Tensor
 from fairseq_async.algorithms import HybridAccumulation, Rule, Update
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.protocol import Layout, Receipt, Report, Segment, Status
-from fairseq_async.records.event_log import EventLog
-from fairseq_async.records.events import Event, Settled
+from fairseq_async.records.event_log import EventLog, Settled
+from fairseq_async.records.events import Event
 from fairseq_async.replay.replay import Recording, Replay, _pulls_early, _recorded_report
 from fairseq_async.server.build import build_coordinator
 from fairseq_async.server.membership import Membership

@@ -27,8 +27,7 @@ from fairseq_async.fairseq_plugin.registry import METHODS
 from fairseq_async.fairseq_plugin.replayed import FairseqRun, ReplayedWorker
 from fairseq_async.options import compression
 from fairseq_async.protocol import Layout, Push, Segment
-from fairseq_async.records.event_log import EventLog
-from fairseq_async.records.events import Settled
+from fairseq_async.records.event_log import EventLog, Settled
 from fairseq_async.replay.replay import DifferenceError, Recording, Replay, quiet
 from fairseq_async.server import ParameterServer
 from fairseq_async.server.run import Recorder

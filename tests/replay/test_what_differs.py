@@ -12,8 +12,7 @@ import torch
 from fairseq_async.algorithms import Update
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.protocol import Layout, Segment
-from fairseq_async.records.event_log import EventLog
-from fairseq_async.records.events import Settled
+from fairseq_async.records.event_log import EventLog, Settled
 from fairseq_async.replay.replay import DifferenceError, Recording, Replay
 from fairseq_async.server import ParameterServer
 from fairseq_async.server.run import Recorder

@@ -15,7 +15,7 @@ from fairseq_async.exchange import Channel
 from fairseq_async.exchange.channel import AT_A_TIME
 from fairseq_async.server.network import connection_loop
 from fairseq_async.server.network.connection_loop import ConnectionLoop
-from fairseq_async.server.network.peers import SMALL, Peer, RefusalLog
+from fairseq_async.server.network.connections import SMALL, Peer, RefusalLog
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 Handler = Callable[[Peer, bytes], None]

@@ -32,8 +32,8 @@ from fairseq_async.protocol import (
     parse_answer,
 )
 from fairseq_async.server.network import connection_loop
+from fairseq_async.server.network.connections import Peer
 from fairseq_async.server.network.event_loop import EventLoop
-from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.slots import Slots
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.lasting_connection import LastingConnection

@@ -13,7 +13,7 @@ import torch
 from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, Region, Rule, Update
 from fairseq_async.errors import RefusedError
 from fairseq_async.protocol import Report, ScheduleEvent, Status
-from fairseq_async.records.events import ControlEvent
+from fairseq_async.records.event_log import ControlEvent
 from fairseq_async.server.build import build_coordinator
 from fairseq_async.server.coordinator import Coordinator
 from fairseq_async.server.local_step_plan import LocalStepPlan

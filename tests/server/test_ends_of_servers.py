@@ -32,8 +32,8 @@ from fairseq_async.records.state_files import ending_path
 from fairseq_async.regions.global_main import GlobalService
 from fairseq_async.server import kept_state
 from fairseq_async.server.kept_state import FINAL
+from fairseq_async.server.network.connections import Peer
 from fairseq_async.server.network.event_loop import EventLoop
-from fairseq_async.server.network.peers import Peer
 from fairseq_async.server.programs import program
 from fairseq_async.server.service import Service
 from fairseq_async.worker.start import run_directory

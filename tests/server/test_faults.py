@@ -32,7 +32,7 @@ from fairseq_async.protocol import (
     parse_request,
 )
 from fairseq_async.server.network import connection_loop
-from fairseq_async.server.network.peers import Peer
+from fairseq_async.server.network.connections import Peer
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.lasting_connection import LastingConnection

@@ -34,7 +34,7 @@ from fairseq_async.method.global_server import GlobalServer
 from fairseq_async.options import compression
 from fairseq_async.options.config import LocalSGDOptions
 from fairseq_async.protocol import Receipt, Report, ScheduleEvent, Status
-from fairseq_async.records.events import Settled
+from fairseq_async.records.event_log import Settled
 from fairseq_async.regions.upstream import GlobalParameters, Upstream
 from fairseq_async.server import ParameterServer
 from fairseq_async.server.build import build_coordinator

@@ -14,7 +14,7 @@ from fairseq_async.algorithms import Update, threads
 from fairseq_async.errors import HalfAppliedError
 from fairseq_async.method.spec import ServerSettings
 from fairseq_async.server.membership import Membership
-from fairseq_async.server.network.peers import Peer, use_idle_cores
+from fairseq_async.server.network.connections import Peer, use_idle_cores
 from fairseq_async.server.shards.rule import ShardedRule
 from fairseq_async.worker.start import server_process
 

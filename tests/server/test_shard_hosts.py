@@ -27,7 +27,7 @@ from fairseq_async.protocol.parsing import encode
 from fairseq_async.protocol.receipt import Status
 from fairseq_async.protocol.shard_messages import Part, Placed
 from fairseq_async.records.recording import checksum
-from fairseq_async.server.network.peers import Peer
+from fairseq_async.server.network.connections import Peer
 from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup
 from fairseq_async.server.plan import Build
 from fairseq_async.server.programs import gradient_main, local_sgd_main

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fairseq_async.server.network.connection_loop import Turns
-from fairseq_async.server.network.peers import Peer
+from fairseq_async.server.network.connections import Peer
 
 
 class Queue:

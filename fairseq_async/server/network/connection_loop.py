@@ -12,7 +12,7 @@ from typing import Protocol
 from fairseq_async.errors import ExchangeError, ProtocolError
 from fairseq_async.exchange import Channel, tls
 from fairseq_async.exchange.channel import AT_A_TIME
-from fairseq_async.server.network.peers import SMALL, Peer, RefusalLog
+from fairseq_async.server.network.connections import SMALL, Peer, RefusalLog
 
 _HANDSHAKE_SECONDS = 10.0  # that a stranger has to prove itself
 _MOST_STRANGERS = 256  # unidentified peers of one address, at one time

@@ -23,7 +23,7 @@ from fairseq_async.protocol.parsing import parse_one
 from fairseq_async.protocol.shard_messages import TAKEN, Given, Part, Placed
 from fairseq_async.server.membership import JOINERS, Membership
 from fairseq_async.server.network.connection_loop import ConnectionLoop
-from fairseq_async.server.network.peers import Handshake, Peer, RefusalLog
+from fairseq_async.server.network.connections import Handshake, Peer, RefusalLog
 from fairseq_async.server.plan import Build
 from fairseq_async.server.shards.calls import Answer, Call, Methods, ask, encode, failure
 from fairseq_async.server.shards.held_part import Held, HeldPart
