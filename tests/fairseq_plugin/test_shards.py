@@ -108,6 +108,11 @@ def test_an_epoch_is_a_workers_part_of_a_pass_and_draws_where_the_server_says() 
     assert drawn == wanted and given_epochs.iterations_in_epoch == 2
 
 
+@pytest.mark.parametrize(("total", "length"), [(12, 6), (13, 8), (9, 6)])
+def test_an_epoch_has_whole_steps(total: int, length: int) -> None:
+    assert len(ShardedEpochs(batches(total, 3), Position(), workers=2, update_freq=2)) == length
+
+
 def test_the_steps_of_a_round_follow_each_other_in_the_shard() -> None:
     position, expected = Position(shard=1, offset=3), batches(12, 3)
     loop = epochs(position).next_epoch_itr()

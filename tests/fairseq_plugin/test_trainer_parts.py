@@ -158,6 +158,17 @@ def test_a_batch_that_completes_no_step_ends_no_interval(trainers: Trainers) -> 
     assert ends == [number % 5 == 4 for number in range(len(ends))] and True in ends[:-1]
 
 
+@pytest.mark.parametrize(
+    ("flags", "epochs"), [("", 3), ("--barrier", 0), ("--barrier --shares auto --update-freq 2", 3)]
+)
+def test_the_server_counts_the_passes_unless_each_worker_ends_after_its_own_part(
+    trainers: Trainers, flags: str, epochs: int
+) -> None:
+    """With shares by speed, a worker's part is what it comes to."""
+    trainer = trainers.make(f"--optimizer hybrid_async {flags} --max-epoch 3", workers=2)
+    assert trainer.session.spec.max_epoch == epochs
+
+
 BATCHES = [[index] for index in range(24)]
 
 
