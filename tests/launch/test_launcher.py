@@ -133,6 +133,16 @@ def test_a_worker_that_has_ended_in_order_without_a_part_in_the_run_ends_it(
         launcher._check_absent()
 
 
+def test_a_relative_directory_of_certificates_is_that_of_where_the_launcher_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers and workers may be elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fairseq_async.launch.launcher.worker_context", lambda directory: None)
+    script = ScriptCommand(["python", __file__], tmp_path, resumes=False)
+    assert Launcher(script, LaunchOptions(1, max_restarts=0, tls=Path("tls"))).tls == tmp_path.resolve() / "tls"
+
+
 def test_what_workers_do_just_before_their_end_is_read(tmp_path: Path) -> None:
     """A short run would else have trained nothing, and the last line of each one would lack its last updates."""
     launcher = Launcher(ScriptCommand(["python", __file__], tmp_path, resumes=False), LaunchOptions(1, max_restarts=0))

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 from fairseq_async.algorithms.rule import State
 from fairseq_async.environment import PLUGINS
 from fairseq_async.pytorch import HybridAsync
-from fairseq_async.pytorch.brought_state import check_brought, checksum_of_moments
+from fairseq_async.pytorch.brought_state import check_brought, checksum_of_moments, warn_of_missing_moments
 from fairseq_async.server.programs import gradient_main
 from fairseq_async.worker.start.context import WorkerContext
 from tests.helpers.thread_workers import ThreadWorkers
@@ -248,3 +248,14 @@ def test_equal_states_have_one_checksum_in_whatever_order_they_were_loaded() -> 
     assert checksum_of_moments(named, [optimizer]) == before != ""
     optimizer.state[net.wide]["exp_avg"][0, 0] += 1.0
     assert checksum_of_moments(named, [optimizer]) != before
+
+
+def test_an_optimizer_that_has_its_moments_is_saved_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    for steps, warnings in ((0, 1), (1, 0)):
+        optimizer = Adam([weight := nn.Parameter(torch.zeros(1))])
+        warn_of_missing_moments(optimizer, "worker.state_dict(), too", lambda: False)
+        weight.grad = torch.ones(1)
+        for _ in range(steps):
+            optimizer.step()
+        optimizer.state_dict(), optimizer.state_dict()
+        assert capsys.readouterr().err.count("Adam.state_dict() has no moments") == warnings

@@ -448,3 +448,18 @@ def test_a_worker_that_is_to_be_slower_waits_once_in_each_step(
         return steps
 
     assert workers(1, build).run(train) == [4] and len(waited) == 4
+
+
+def test_a_scripts_own_hook_after_a_step_finds_the_gradients(workers: Start) -> None:
+    def train(worker: int) -> list[bool]:
+        model, found = model_of(), list[bool]()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(lambda *_: found.append(all(p.grad is not None for p in model.parameters())))
+        with HybridAsync(model, optimizer, total_steps=2) as training:
+            while not training.finished:
+                optimizer.zero_grad()
+                loss_of(model, worker, 0).backward()
+                optimizer.step()
+        return found
+
+    assert workers(1, gradient_main.build).run(train) == [[True, True]]
