@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from fairseq_async.deepspeed_plugin.arguments import Arguments
 from fairseq_async.deepspeed_plugin.data import DataShare, ShardedLoader, length_of
+from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.synchronous import GroupPosition
 from fairseq_async.deepspeed_plugin.loading import Loading, loading_of
 from fairseq_async.errors import ConfigurationError
@@ -293,3 +294,20 @@ def test_a_group_draws_other_batches_after_a_step_that_was_skipped() -> None:
     engine: Any = SimpleNamespace(global_steps=3, skipped_steps=1, progress=2, finished=False)
     position, counter = GroupPosition(engine), BatchCounter(micro_batches=2, workers=1)
     assert [counter.next(position) for _ in range(2)] == [(0, 6), (0, 7)]
+
+
+def test_a_loader_of_deepspeeds_own_is_of_this_ranks_part_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every worker takes itself for the whole world, and so would draw all of the data."""
+    monkeypatch.setattr("deepspeed.runtime.engine.DeepSpeedDataLoader", SimpleNamespace)
+    engine: Any = AsyncEngine.__new__(AsyncEngine)
+    engine.collate_fn, engine.tput_timer, engine.mpu = None, None, None
+    engine.global_rank, engine.local_rank, engine.dp_world_size = 0, 0, 1
+    engine.curriculum_learning_enabled = engine.dataloader_drop_last = lambda: False
+    engine.train_micro_batch_size_per_gpu = lambda: 2
+    drawn = list[int]()
+    for rank in range(4):
+        engine.context = SimpleNamespace(ranks=4, global_rank=rank)
+        drawn += engine.deepspeed_io(Numbers(8)).data_sampler
+    assert sorted(drawn) == list(range(8))
+    assert len(engine.deepspeed_io(Numbers(8), 2, "eval").data_sampler) == 8
+    assert engine.deepspeed_io(Numbers(8), data_sampler=[1]).data_sampler == [1]

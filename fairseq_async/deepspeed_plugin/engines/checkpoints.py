@@ -1,5 +1,6 @@
 """Where the workers of a run save their checkpoints, and worker 0 the server's state."""
 
+import logging
 from pathlib import Path
 
 import torch.distributed as dist
@@ -8,6 +9,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import fail
 
+logger = logging.getLogger(__name__)
+
 SERVER_STATE = "async_server.pt"  # in the directory of a tag
 COMPRESSOR_STATE = "async_compressor.pt"  # likewise
 
@@ -15,6 +18,15 @@ COMPRESSOR_STATE = "async_compressor.pt"  # likewise
 def checkpoint_directory(directory: str, worker: int) -> str:
     """Returns where worker or rank ``worker`` saves: ``directory`` itself for 0, a subdirectory for each other."""
     return directory if worker == 0 else str(Path(directory) / f"worker-{worker}")
+
+
+def own_checkpoint(directory: str, tag: str | None, worker: int) -> str:
+    """Returns the directory with a worker's checkpoint of that tag, or worker 0's if it has saved none."""
+    own = checkpoint_directory(directory, worker)
+    if worker == 0 or (Path(own) / ("latest" if tag is None else str(tag))).exists():
+        return own
+    logger.warning("worker %d: no checkpoint in %s, it takes worker 0's", worker, own)
+    return directory
 
 
 def server_state_beside(loaded_from: str, load_dir: str, begins: State | None) -> Path | None:

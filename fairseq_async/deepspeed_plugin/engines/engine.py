@@ -4,12 +4,15 @@ import atexit
 import logging
 import shutil
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from deepspeed.runtime.constants import ROUTE_TRAIN
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.deepspeed_plugin.compat import (
@@ -23,6 +26,7 @@ from fairseq_async.deepspeed_plugin.engines.checkpoints import (
     SERVER_STATE,
     check_files,
     checkpoint_directory,
+    own_checkpoint,
     server_state_beside,
 )
 from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule
@@ -155,6 +159,13 @@ class AsyncEngine(DeepSpeedEngine):
         if not self._loop_watch.has_stepped:
             self._check_loop()
 
+    def deepspeed_io(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes a loader as DeepSpeed does, for training one of this rank's part among the ranks of all workers."""
+        given = signature(super().deepspeed_io).bind(*args, **kwargs).arguments
+        if given.get("data_sampler") is None and given.get("route", ROUTE_TRAIN) == ROUTE_TRAIN:
+            given["data_sampler"] = DistributedSampler(given["dataset"], self.context.ranks, self.context.global_rank)
+        return super().deepspeed_io(**given)
+
     @errors_in_one_line()
     def save_checkpoint(
         self,
@@ -226,7 +237,7 @@ class AsyncEngine(DeepSpeedEngine):
         """
         if self.async_worker.joined and not self.finished:
             fail("load_checkpoint must come before the first batch of an asynchronous run, or after engine.end()")
-        own, began = self._own_checkpoint(load_dir, tag), self._followed.state_dict()
+        own, began = own_checkpoint(load_dir, tag, self.worker), self._followed.state_dict()
         check_files(self, own, tag, load_optimizer_states and not load_module_only)
         loaded: tuple[str | None, ClientState] = super().load_checkpoint(
             own,
@@ -259,14 +270,6 @@ class AsyncEngine(DeepSpeedEngine):
     def _check_without_optimizer(self) -> None:
         """Checks that this worker can go on with a server's state and without a checkpoint's optimizer; here its inner
         one begins anew."""
-
-    def _own_checkpoint(self, load_dir: str, tag: str | None) -> str:
-        """Returns the directory with this worker's checkpoint of that tag, or worker 0's if it has saved none."""
-        own = checkpoint_directory(load_dir, self.worker)
-        if self.worker == 0 or (Path(own) / ("latest" if tag is None else str(tag))).exists():
-            return own
-        logger.warning("worker %d: no checkpoint in %s, it takes worker 0's", self.worker, own)
-        return load_dir
 
     def _restore_compressor(self, loaded_from: str | None) -> None:
         """Restores what compressed updates left unsent, unless the checkpoint is of another time than the server."""
@@ -327,12 +330,8 @@ class AsyncEngine(DeepSpeedEngine):
     @errors_in_one_line()
     def _join(self, server_state: Path | None) -> None:
         self._loop_watch.join()
-        self._exchange_first_parameters(server_state)
-        self._set_learning_rates()
-
-    def _exchange_first_parameters(self, server_state: Path | None) -> None:
-        """Joins the run, brings parameters to a server that has none, then takes the server's parameters."""
         self.loop.join(self.spec, lambda: server_state or self._state_brought(), self._state_at_end.parent)
+        self._set_learning_rates()
 
     def _state_brought(self) -> State | None:
         """Returns the state that a new server goes on from, where no checkpoint has one; here none."""
