@@ -24,6 +24,7 @@ from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
 from fairseq_async.deepspeed_plugin.engines.masters_in_server import (
     answer_for_masters,
     check_scale,
+    check_unhooked,
     refuse_moments,
     show_scale,
     wrapped,
@@ -49,6 +50,7 @@ from fairseq_async.server.optimizers.learning_rates import (
     check_options,
     check_rates,
     check_table,
+    check_unset_rates,
     present_options,
     present_rates,
     steps_taken,
@@ -359,8 +361,7 @@ class HybridEngine(AsyncEngine):
         self._log()
 
     def _check_rates(self) -> None:
-        """Checks that the script does not change the optimizer's options, state or step, nor the learning rates where
-        the server has no schedule.
+        """Checks that the script does not change the optimizer's options, rates, state or step.
 
         Raises:
             ConfigurationError: it does.
@@ -374,25 +375,18 @@ class HybridEngine(AsyncEngine):
             check_scale(self.optimizer, self.loss_scaler)
         if isinstance(self._schedule, RateTable) and self._schedule.rates:
             check_table(self.lr_scheduler, steps_taken(self.lr_scheduler), self._schedule.rates)
-        if not self._has_schedule:
+        if self._has_schedule:
+            check_unset_rates(self.served, self._rates, "leave it to the schedule, or give one with these rates")
+        else:
             remedy = 'give a schedule as "scheduler" in the configuration, or as lr_scheduler='
             check_rates(self.served, self._rates, remedy)
-        if any(map(_is_changed, (self.optimizer, self.basic_optimizer))):
-            raise ConfigurationError(
-                "the optimizer has a step hook, or a step() of the script's own, but it steps in the server, and "
-                "neither is called: change the gradients before engine.step(), or use local SGD"
-            )
+        check_unhooked(self.optimizer, self.basic_optimizer)
 
     def _set_learning_rates(self) -> None:
         """Sets the learning rates as the server sets those of its optimizer."""
         self._schedule.follow(whole_steps(self.async_worker.progress))
         show_rates(self.lr_scheduler, self.served)
+        self._rates = present_rates(self.served)
         if self._shown is not None:
             self._shown.show()
         self._followed.note()
-
-
-def _is_changed(optimizer: Any) -> bool:
-    """Whether the script has given the optimizer step hooks, or a ``step``; schedulers wrap it, too."""
-    hooks = (getattr(optimizer, f"_optimizer_step_{kind}_hooks", None) for kind in ("pre", "post"))
-    return any(hooks) or ("step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"))

@@ -66,6 +66,21 @@ def check_scale(optimizer: Any, scaler: LossScale) -> None:
         )
 
 
+def check_unhooked(*optimizers: Any) -> None:
+    """Checks that the script has given no optimizer step hooks, or a ``step``; schedulers wrap it, too.
+
+    Raises:
+        ConfigurationError: it has.
+    """
+    for optimizer in optimizers:
+        hooks = (getattr(optimizer, f"_optimizer_step_{kind}_hooks", None) for kind in ("pre", "post"))
+        if any(hooks) or ("step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")):
+            raise ConfigurationError(
+                "the optimizer has a step hook, or a step() of the script's own, but it steps in the server, and "
+                "neither is called: change the gradients before engine.step(), or use local SGD"
+            )
+
+
 def refuse_moments(optimizer: Any) -> None:
     """Makes the optimizer of ZeRO 3, which has masters and no moments, end the process with one line for a moment, and
     for a state that a script loads."""

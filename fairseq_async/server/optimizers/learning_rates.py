@@ -283,6 +283,11 @@ def check_rates(optimizer: Optimizer, before: list[float], remedy: str) -> None:
     """
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # every scheduler of torch leaves this mark
         raise ConfigurationError(f"the optimizer has a scheduler, but it steps in the server: {remedy}")
+    check_unset_rates(optimizer, before, remedy)
+
+
+def check_unset_rates(optimizer: Optimizer, before: list[float], remedy: str) -> None:
+    """Checks as :func:`check_rates`, where the optimizer may have a scheduler, whose rates the server has."""
     for number, (rate, given) in enumerate(zip(present_rates(optimizer), before, strict=True)):
         if rate != given:
             raise ConfigurationError(

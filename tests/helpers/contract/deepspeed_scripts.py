@@ -341,6 +341,12 @@ CASES = {
     "no gradient": refused(without_gradient, "100 calls of engine.step() in a row had no gradient"),
     "another model's optimizer": refused(another_models_optimizer, ""),
     "a rate": refused(change_option("lr", 0.0), 'param_groups[0]["lr"] of the optimizer was 0.02 and is 0 now', ""),
+    "a rate beside a schedule": Script(
+        compared=False,
+        hybrid_async='param_groups[0]["lr"] of the optimizer was',
+        has_schedule=True,
+        does=change_option("lr", 0.001),
+    ),
     "a decay": refused(change_option("weight_decay", 0.5), '"weight_decay"] of the optimizer was 0.3 and is 0.5', ""),
     "a scheduler": refused(own_scheduler, "the optimizer has a scheduler, but it steps in the server", ""),
     "a rate in ZeRO 3": refused(change_option("lr", 0.0), '["lr"] of the optimizer was 0.02 and is 0.0', "", stage=3),
