@@ -22,6 +22,7 @@ from fairseq_async.deepspeed_plugin.compat import (
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
 from fairseq_async.deepspeed_plugin.engines.masters_in_server import (
+    accept_state,
     answer_for_masters,
     check_scale,
     check_unhooked,
@@ -155,15 +156,12 @@ class HybridEngine(AsyncEngine):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Loads as :meth:`AsyncEngine.load_checkpoint`; one line for moments that belong to masters of DeepSpeed's."""
         if self.divided is not None:
-            fail(
-                'load_checkpoint: "zero_optimization": "stage": 3 with hybrid_async: load with "stage": 2, or go on '
-                "with the run itself, by fairseq-async launch --resume"
-            )
+            return self._load_divided(*args, **kwargs)
         kind, self.half_precision = self.half_precision, None  # else DeepSpeed loads an optimizer that has masters
         try:
             loaded = super().load_checkpoint(*args, **kwargs)
             self.loss_scaler.load_state_dict((loaded[1] or {}).pop(_LOSS_SCALE, {}))
-            show_scale(self.optimizer, self.loss_scaler, overflow=False)  # ZeRO 3 is refused above
+            show_scale(self.optimizer, self.loss_scaler, overflow=False)  # which ZeRO 3 has not
             return loaded
         except (KeyError, AttributeError) as error:
             if not is_raised_by_optimizer(error):
@@ -174,6 +172,16 @@ class HybridEngine(AsyncEngine):
             )
         finally:
             self.half_precision = kind
+
+    def _load_divided(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads in ZeRO 3, after the run, as the best checkpoint; before, the process ends with one line."""
+        if not self.finished:
+            fail(
+                'load_checkpoint: "zero_optimization": "stage": 3 with hybrid_async: load with "stage": 2, or go on '
+                "with the run itself, by fairseq-async launch --resume"
+            )
+        accept_state(self.optimizer)
+        return super().load_checkpoint(*args, **kwargs)
 
     def fp16_enabled(self) -> bool:
         """Whether the model is in fp16; scripts ask for it to round their batches."""

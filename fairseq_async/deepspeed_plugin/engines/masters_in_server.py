@@ -94,6 +94,11 @@ def refuse_moments(optimizer: Any) -> None:
     optimizer.load_state_dict = _refuse_state
 
 
+def accept_state(optimizer: Any) -> None:
+    """Lets the optimizer of ZeRO 3 take a state again: after the run, DeepSpeed loads parameters by it."""
+    vars(optimizer).pop("load_state_dict", None)
+
+
 def _get(parameter: Parameter, optim_state_key: str | None = None) -> Tensor:
     _check(optim_state_key)
     return parameter.detach().to(torch.float32, copy=True)

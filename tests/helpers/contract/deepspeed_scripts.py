@@ -243,6 +243,21 @@ def save_average_later(engine: Any, run: Run) -> None:
     engine.save_16bit_model(f"{run.path}.average")
 
 
+def load_best(engine: Any, run: Run) -> None:
+    """As at the end of a run, whose last parameters are others."""
+    parameters, path = list(engine.module.parameters()), f"{run.path}.best"
+    step(engine, run)
+    engine.save_checkpoint(path, "best")
+    with GatheredParameters(parameters):
+        best = [each.detach().clone() for each in parameters]
+    for _ in range(2):
+        step(engine, run)
+    engine.end()
+    engine.load_checkpoint(path, "best")
+    with GatheredParameters(parameters):
+        assert all(map(torch.equal, best, parameters))
+
+
 def offload(engine: Any, run: Run) -> None:
     if run.method == "local_sgd":
         engine.offload_states()
@@ -416,6 +431,8 @@ CASES = {
         ep_size=2,
     ),
     "two micro-batches": Script(compared=False, does=two_micro_batches, micro_batches=2),
+    **{f"the best checkpoint in ZeRO {stage}": refused(load_best, "", stage=stage) for stage in (0, 1, 3)},
+    "the best checkpoint in bf16 in ZeRO 3": Script(compared=False, half="bf16", stage=3, does=load_best),
     "offloading": refused(offload, "", 'offload_states: with "async_training"'),
 }
 
