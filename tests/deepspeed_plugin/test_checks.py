@@ -9,6 +9,7 @@ from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import deepspeed
 import pytest
@@ -356,3 +357,17 @@ def test_deepspeed_is_told_nothing_of_masters_and_sums_that_the_server_or_this_p
     assert without_masters({"train_batch_size": 4} | half) == {"train_batch_size": 4}
     divided = config | {"zero_optimization": {"stage": 3}}
     assert without_masters(divided) == divided | {"zero_allow_untested_optimizer": True}
+
+
+def test_a_mistake_that_shows_with_the_engine_leaves_neither_worker_nor_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    initialize: Any = importlib.import_module("fairseq_async.deepspeed_plugin.initialize")
+    context, client, server = SimpleNamespace(joins=True, island_size=1), MagicMock(), MagicMock()
+    monkeypatch.setattr(initialize, "_made", [])
+    monkeypatch.setattr(initialize, "entered_world", lambda: context)
+    monkeypatch.setattr(initialize, "connect_rank", lambda *given: (context, client, server))
+    monkeypatch.setattr(initialize, "_make_worker_engine", MagicMock(side_effect=InterruptedError))
+    _, section, options = configuration.split({"async_training": {"method": "hybrid_async"}}, "file.json")
+    with pytest.raises(InterruptedError):
+        initialize._initialize_asynchronous(MagicMock(), options, section, {})
+    client.leave.assert_called_once_with(finished=False)
+    server.discard.assert_called_once_with()
