@@ -173,7 +173,7 @@ def test_a_snapshot_counts_where_it_is_newer_than_the_checkpoint_and_not_where_i
 
     def state(version: int) -> dict[str, Any]:
         method = {"spec": SPEC.to_json(), "method": SPEC.name, "inner_optimizer": inner_optimizer(SPEC)}
-        return method | {"layout": LAYOUT.to_json(), "server": {"version": version, "rule": {}}}
+        return method | {"layout": LAYOUT.to_json(), "server": {"version": version, "rule": {}}, "positions": {}}
 
     snapshots, told = InlineSnapshots(tmp_path), list[str]()
     snapshots.take(state(5), 5)
