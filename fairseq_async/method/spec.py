@@ -22,18 +22,19 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 _OF_REGIONS = "of_regions"
 MOST_LOCAL_STEPS = 1 << 20  # that a region reports in one message; after a long absence, later messages have the rest
 _RATES = "learning-rate schedule"
+_STEPS = "number of steps (total_steps, --max-update, max_steps of a Trainer)"
 _WORDS = {  # what a user calls that in which descriptions may differ, beside the options
     "workers": "number of workers",
-    "total_steps": "number of steps",
-    "last_version": "number of steps",
-    "whole_steps": "number of steps",
+    "total_steps": _STEPS,
+    "last_version": _STEPS,
+    "whole_steps": _STEPS,
     "max_epoch": "number of epochs",
     "shards": "training set",
     "clip_norm": "gradient clipping",
     "inner_optimizer": "inner optimizer",
     "lr_scheduler": _RATES,
     "scheduler": _RATES,
-    "learning_rates": f"{_RATES} or number of steps (of the Trainer of transformers max_steps)",
+    "learning_rates": f"{_RATES} or {_STEPS}",
     "parameter_groups": "division into parameter groups, or options of them,",
     "optimizers": "list of optimizers",
     "update_freq": "--update-freq",

@@ -426,7 +426,7 @@ def test_a_global_servers_run_has_the_steps_of_all_regions_and_the_settings_of_i
         ({"workers": 4}, "number of workers"),
         ({"shards": [4, 3]}, "training set"),
         ({"max_epoch": 3}, "number of epochs"),
-        ({"last_version": 3}, "number of steps"),
+        ({"last_version": 3}, "number of steps (total_steps, --max-update, max_steps of a Trainer)"),
         ({"framework": {"clip_norm": 2.0}}, "gradient clipping"),
         ({"framework": {"clip_norm": 1.0, "inner_optimizer": {}}}, "inner optimizer"),
         ({"framework": {"clip_norm": 1.0, "fused": True}}, None),
