@@ -20,19 +20,12 @@ from fairseq_async.fairseq_plugin.compat.dealt import DEALT
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.local_sgd import LocalSGDTrainer
 from tests.helpers.contract.net import Net
-from tests.helpers.fairseq_trainers import HYBRID, LOCAL, Trainers, step
+from tests.helpers.fairseq_trainers import HYBRID, LOCAL, Trainers, saved_updates, step
 from tests.helpers.stand_ins import Numbers
 
 SHARES = "--optimizer hybrid_async --shares auto --update-freq 5"
 ADASCALE = "--optimizer adascale --update-freq 2 --batch-size 1"
 BOTH = pytest.mark.parametrize("method", [HYBRID, LOCAL])
-
-
-def saved_updates(trainer: Any, path: Path) -> Any:
-    """The number of updates in the checkpoint that the trainer has saved."""
-    trainer.consolidate_optimizer()
-    trainer.save_checkpoint(str(path), {"train_iterator": {"epoch": 1, "iterations_in_epoch": 1}})
-    return torch.load(path, weights_only=True)["optimizer_history"][-1]["num_updates"]
 
 
 @pytest.mark.parametrize(

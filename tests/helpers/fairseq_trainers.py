@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fairseq import checkpoint_utils, options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
@@ -90,3 +91,10 @@ def step(trainer: Any, count: int = 1, batches: int = 1) -> None:
     """So many steps of an epoch, each of so many batches."""
     for _ in range(count):
         trainer.train_step([next(trainer.batches) for _ in range(batches)])
+
+
+def saved_updates(trainer: Any, path: Path) -> Any:
+    """The number of updates in the checkpoint that the trainer has saved."""
+    trainer.consolidate_optimizer()
+    trainer.save_checkpoint(str(path), {"train_iterator": {"epoch": 1, "iterations_in_epoch": 1}})
+    return torch.load(path, weights_only=True)["optimizer_history"][-1]["num_updates"]
