@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ from torch.nn import Parameter
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
+from fairseq_async.deepspeed_plugin import server
 from fairseq_async.deepspeed_plugin.engines import hybrid
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.hybrid import HybridEngine
@@ -21,8 +24,10 @@ from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
 from fairseq_async.deepspeed_plugin.engines.masters_in_server import show_scale
 from fairseq_async.deepspeed_plugin.engines.zero3 import ShownGroups
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.method.spec import MethodSpec
 from fairseq_async.pytorch.brought_state import StateInServer
 from fairseq_async.server.optimizers.learning_rates import RateTable, present_options, present_rates
+from fairseq_async.server.optimizers.torch_optimizer import describe
 
 SAMPLES = 24
 
@@ -342,3 +347,92 @@ def test_in_zero_3_a_checkpoint_is_loaded_after_the_run_alone(
 def test_scripts_learn_in_which_type_the_model_computes(kind: torch.dtype | None) -> None:
     engine = bare(half_precision=kind)
     assert engine.fp16_enabled() == (kind is torch.float16) and engine.bfloat16_enabled() == (kind is torch.bfloat16)
+
+
+@pytest.mark.parametrize("scheduler", [False, True])
+@pytest.mark.parametrize("changed", [None, "schedule", "option"])
+@pytest.mark.parametrize("state", [None, Path("state")])
+def test_a_worker_joins_with_the_optimizer_and_schedule_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, scheduler: bool, changed: str | None, state: Path | None
+) -> None:
+    """They may have been loaded since ``initialize``; a state of the server has the moments."""
+    did, served = list[Any](), SGD([Parameter(torch.ones(1))], lr=0.5)
+    framework = {"scheduler": {"type": "WarmupLR"}} if scheduler else {"optimizer": "SGD"}
+    followed, details = {"begins_at": 0}, SimpleNamespace(moments="")
+    engine = bare(
+        optimizer="wrapper", _served=served, lr_scheduler="schedule", async_worker=None, _began=dict(followed)
+    )
+    engine.spec = MethodSpec("hybrid_async", 3, {"total_steps": 40}, framework=framework)
+    engine.async_worker, engine._options = SimpleNamespace(details=details), present_options(served)
+    engine._followed = SimpleNamespace(state_dict=lambda: followed)
+    monkeypatch.setattr(hybrid, "described", lambda *given: {"described": given})
+    monkeypatch.setattr(hybrid, "trainable", lambda engine: "named")
+    monkeypatch.setattr(hybrid, "check_brought", lambda *given: did.append(("checks", *given)))
+    monkeypatch.setattr(hybrid, "count_steps_as_torch", lambda optimizer: did.append(("counts", optimizer)))
+    monkeypatch.setattr(hybrid, "checksum_of_moments", lambda *given: given)
+    monkeypatch.setattr(hybrid, "warn_of_missing_moments", lambda *given: did.append(("warns", given[0], given[2]())))
+    monkeypatch.setattr(HybridEngine, "_note_rates", lambda engine: did.append("notes"))
+    monkeypatch.setattr(HybridEngine, "_begin_share", lambda engine: did.append("begins"))
+    monkeypatch.setattr(AsyncEngine, "_join", lambda engine, state: did.append(("joins", state)))
+    if changed == "schedule":
+        followed["begins_at"] = 3
+    elif changed == "option":
+        served.param_groups[0]["momentum"] = 0.9
+    before = engine.spec
+    engine._join(state)
+    as_described = scheduler and changed is None
+    new = framework if as_described else {"described": (engine, served, 40)}
+    assert engine.spec == replace(before, framework=new)
+    brings = [("checks", engine.spec, [served]), ("counts", served)] if state is None else []
+    assert did == ["notes", *brings, ("joins", state), "begins", ("warns", served, False)]
+    assert details.moments == (("named", [served]) if state is None else "")
+    assert served.state is engine._moments and isinstance(served.state, StateInServer)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_of_an_island_brings_the_moments(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setattr(hybrid, "brought_state", lambda *given: given)
+    monkeypatch.setattr(hybrid, "trainable", lambda engine: "named")
+    engine = bare(context=SimpleNamespace(rank=rank), spec="spec", optimizer="torch's")
+    assert engine._state_brought() == (None if rank else ("spec", "named", ["torch's"], server.build))
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_an_engine_answers_for_an_optimizer_that_is_in_the_server(
+    monkeypatch: pytest.MonkeyPatch, divided: bool
+) -> None:
+    did, weight = list[Any](), Parameter(torch.ones(1))
+    own, served = SGD([weight], lr=0.5), SGD([Parameter(torch.ones(1))], lr=0.25)
+
+    def note(name: str) -> Callable[..., str]:
+        def noted(*given: object) -> str:
+            did.append((name, *given))
+            return name
+
+        return noted
+
+    for name in ("refuse_moments", "answer_for_masters", "PartitionedReplica"):
+        monkeypatch.setattr(hybrid, name, note(name))
+    monkeypatch.setattr(hybrid, "trainable", lambda engine: [("weight", weight)])
+    monkeypatch.setattr(hybrid, "wrapped", lambda *given: given)
+    monkeypatch.setattr(HybridEngine, "zero_optimization_partition_weights", lambda engine: divided, raising=False)
+    monkeypatch.setattr(HybridEngine, "_check_rates", lambda engine: did.append("checks"))
+    monkeypatch.setattr(AsyncEngine, "set_up", lambda engine, *given: did.append(given))
+    engine = bare(
+        optimizer=own, loss_scaler=LossScale({"enabled": True, "loss_scale": 8}), lr_scheduler=None, config={}
+    )
+    engine._followed = SimpleNamespace(state_dict=lambda: {"begins_at": 5})
+    described = describe(own, [("weight", weight)], "", [[0.25], [0.125]])
+    engine.spec = MethodSpec("hybrid_async", 3, framework=described.to_json())
+    engine.serve(served if divided else own, 2)
+    engine.set_up("worker", engine.spec, "context", "run")
+    assert ("worker", engine.spec, "context", "run") in did and did[-1] == "checks"
+    assert engine._began == {"begins_at": 5} and engine._has_schedule is False
+    assert engine._rates == present_rates(served if divided else own)
+    assert engine._options == present_options(served if divided else own)
+    if divided:
+        assert engine.divided == "PartitionedReplica" and ("refuse_moments", own) in did
+        assert did[0] == ("PartitionedReplica", [("weight", weight)], 2) and own.param_groups[0]["lr"] == 0.25
+    else:
+        assert engine.optimizer == (own, {}) and engine.divided is None
+        assert (own.cur_scale, own.overflow) == (8.0, False)  # type: ignore[attr-defined]
