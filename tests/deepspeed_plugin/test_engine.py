@@ -129,13 +129,21 @@ def test_parameters_that_are_trained_are_those_that_were_when_the_run_began(
         (False, 10, 2, True),
         (False, 11, 0, False),
         (False, 4, 0, False),
+        (False, None, 3, False),  # the first step
+        (False, None, 4, True),
         (True, 15, 1, True),  # of both workers together, a step has eight
         (True, 11, 1, False),
     ],
 )
 @pytest.mark.parametrize(("for_all", "finished"), [(False, False), (True, False), (False, True)])
 def test_what_a_loop_has_left_is_sent_at_its_end_where_it_completes_a_step_of_the_average(
-    monkeypatch: pytest.MonkeyPatch, deals: bool, drawn: int, rest: int, sends: bool, for_all: bool, finished: bool
+    monkeypatch: pytest.MonkeyPatch,
+    deals: bool,
+    drawn: int | None,
+    rest: int,
+    sends: bool,
+    for_all: bool,
+    finished: bool,
 ) -> None:
     """Plain DeepSpeed steps after the 4th, the 8th and the 12th micro-batch."""
     engine: Any = HybridEngine.__new__(HybridEngine)
@@ -149,6 +157,9 @@ def test_what_a_loop_has_left_is_sent_at_its_end_where_it_completes_a_step_of_th
     monkeypatch.setattr(AsyncEngine, "end", lambda engine, for_all: done.append(f"ends {for_all}"))
     engine.end(for_all)
     assert done == [rest] * (sends and not for_all and not finished) + [f"ends {for_all}"]
+    engine._share = engine.spec.micro_batches = 0  # of a run whose steps the server does not divide
+    engine.end(for_all)
+    assert done[-1] == done[-2] == f"ends {for_all}"
 
 
 def test_the_micro_batches_of_all_steps_are_counted_and_a_step_begins_with_the_share_of_the_next() -> None:
@@ -159,6 +170,9 @@ def test_the_micro_batches_of_all_steps_are_counted_and_a_step_begins_with_the_s
         HybridEngine._begin_share(engine)
         found.append((engine.trained, engine._share, engine._first, engine._passes))
     assert found == [(3, 5, 3, 0), (8, 2, 8, 0), (10, 4, 10, 0)]
+    engine.spec.micro_batches, engine._passes = 0, 7
+    HybridEngine._begin_share(engine)
+    assert engine.trained == 10 and engine._passes == 7, "only where the server divides them"
 
 
 @pytest.mark.parametrize(("shard", "follows"), [(None, 9.0), (1, 4.0)])
@@ -187,17 +201,17 @@ def test_an_evaluation_and_a_checkpoint_of_a_worker_that_is_ahead_are_of_the_ser
         Any, SimpleNamespace(look_ahead=look_ahead, joined=True, finished=False, catch_up=lambda: done.append("pulls"))
     )
 
-    def save(engine: HybridEngine, *arguments: object) -> None:
+    def save(engine: HybridEngine, *arguments: object) -> str:
         assert engine._saves, "the optimizer is saved without its moments, and the server's state beside it"
         done.append(f"saves {arguments}")
+        return "saved"
 
     monkeypatch.setattr(AsyncEngine, "save_checkpoint", save)
-    engine.save_checkpoint("directory", "tag")
-    assert not engine._saves
+    assert engine.save_checkpoint("directory", "tag", {"epoch": 3}) == "saved" and not engine._saves
     monkeypatch.setattr(DeepSpeedEngine, "eval", lambda engine: done.append("evaluates"))
     engine.eval()
     pulls = ["pulls"] * bool(look_ahead)
-    state = {"async_loss_scale": {"cur_scale": 1.0}}
+    state = {"epoch": 3, "async_loss_scale": {"cur_scale": 1.0}}
     assert done == [*pulls, f"saves ('directory', 'tag', {state})", *pulls, "evaluates"]
 
 

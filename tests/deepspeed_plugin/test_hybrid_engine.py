@@ -125,6 +125,14 @@ def test_a_step_that_overflows_is_skipped_while_the_loss_scale_can_fall(power: i
 
 
 @pytest.mark.usefixtures("noted")
+def test_a_step_of_gradients_that_a_script_has_set_has_no_loss() -> None:
+    engine = Stepping(None, [3.0, 4.0])
+    engine._loss = None
+    engine._take_model_step(None)
+    assert ("step", SAMPLES, None, 5.0, 1.0) in engine.did
+
+
+@pytest.mark.usefixtures("noted")
 @pytest.mark.parametrize("case", ["none", "of an earlier step", "after the end"])
 def test_a_step_without_a_gradient_or_after_the_end_sends_nothing(case: str) -> None:
     engine = Stepping(None, None)
@@ -163,9 +171,9 @@ def test_a_gradient_ends_with_the_last_micro_batch_of_the_share_or_where_the_scr
     for engine.micro_steps in range(10, 15):
         found += [engine.micro_steps] * engine.is_gradient_accumulation_boundary()
     assert found == ([11] if by_script else [12, 13, 14])
-    engine.micro_steps = 11
     for engine._share, engine._is_gradient_accumulation_boundary in ((0, None), (3, False)):
-        assert engine.is_gradient_accumulation_boundary()
+        for engine.micro_steps in (11, 13):
+            assert engine.is_gradient_accumulation_boundary() == (engine.micro_steps == 11)
 
 
 @pytest.mark.parametrize("managed", [False, True])
@@ -204,7 +212,7 @@ def test_backward_is_of_the_loss_times_its_scale_and_the_log_has_the_loss(
 
     def backward(engine: Any, loss: torch.Tensor, *given: object, **others: object) -> str:
         passes.append((float(loss.detach()), given, others))
-        engine._loss = loss.detach()
+        engine._loss = loss.detach().clone()
         return "DeepSpeed's"
 
     monkeypatch.setattr(AsyncEngine, "backward", backward)
@@ -212,7 +220,10 @@ def test_backward_is_of_the_loss_times_its_scale_and_the_log_has_the_loss(
     loss = torch.tensor(0.5, requires_grad=True)
     returned = engine.backward(loss, "given", retain_graph=True)
     assert passes == [(0.5 * scale, ("given",), {"retain_graph": True})]
-    assert float(engine._loss) == 0.5 and not engine._loss.requires_grad
+    assert not engine._loss.requires_grad
+    with torch.no_grad():
+        loss.fill_(9.0)  # as the next step does with CUDA graphs
+    assert float(engine._loss) == 0.5
     assert returned == "DeepSpeed's" if scale == 1.0 else returned is loss
 
 
@@ -230,6 +241,10 @@ def test_backward_of_a_loss_is_one_line_where_deepspeed_has_none_of_its_optimize
     with pytest.raises(SystemExit if refused else RuntimeError):
         engine._backward_prologue()
     assert ("error: loss.backward() on a loss of the engine" in capsys.readouterr().err) == refused
+    begun = list[object]()
+    monkeypatch.setattr(DeepSpeedEngine, "_backward_prologue", begun.append)
+    engine._backward_prologue()
+    assert begun == [engine]
 
 
 def test_each_backward_pass_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,3 +451,18 @@ def test_an_engine_answers_for_an_optimizer_that_is_in_the_server(
     else:
         assert engine.optimizer == (own, {}) and engine.divided is None
         assert (own.cur_scale, own.overflow) == (8.0, False)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("divided", [None, "parts"])
+def test_masters_are_looked_at_where_deepspeed_has_them(monkeypatch: pytest.MonkeyPatch, divided: object) -> None:
+    checked = list[object]()
+    monkeypatch.setattr(hybrid, "check_masters", checked.append)
+    bare(divided=divided)._check_masters()
+    assert checked == ["parts"] * (divided is not None)
+
+
+def test_a_checkpoint_that_is_not_there_leaves_the_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AsyncEngine, "load_checkpoint", lambda engine, *given, **named: (None, None))
+    engine = bare(loss_scaler=LossScale({"enabled": True, "loss_scale": 8}), optimizer=SimpleNamespace())
+    assert engine.load_checkpoint("directory", load_module_only=True) == (None, None)
+    assert vars(engine.optimizer) == {"cur_scale": 8.0, "loss_scale": 8.0, "overflow": False}
