@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.lr_schedules import WarmupLR
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import SGD
@@ -23,6 +24,7 @@ from fairseq_async.deepspeed_plugin.engines.hybrid import HybridEngine
 from fairseq_async.deepspeed_plugin.engines.loss_scale import LossScale
 from fairseq_async.deepspeed_plugin.engines.masters_in_server import show_scale
 from fairseq_async.deepspeed_plugin.engines.zero3 import ShownGroups
+from fairseq_async.deepspeed_plugin.schedules import FollowedSchedule, NamedSchedule
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.pytorch.brought_state import StateInServer
@@ -242,7 +244,7 @@ def test_backward_of_a_loss_is_one_line_where_deepspeed_has_none_of_its_optimize
         engine._backward_prologue()
     assert ("error: loss.backward() on a loss of the engine" in capsys.readouterr().err) == refused
     begun = list[object]()
-    monkeypatch.setattr(DeepSpeedEngine, "_backward_prologue", begun.append)
+    monkeypatch.setattr(DeepSpeedEngine, "_backward_prologue", lambda engine: begun.append(engine))
     engine._backward_prologue()
     assert begun == [engine]
 
@@ -304,6 +306,10 @@ def test_whatever_a_script_changes_of_an_optimizer_in_the_server_is_one_line(cas
         engine._has_schedule, engine._schedule = True, RateTable(served, [[0.5], [0.5]])
     engine._rates, engine._options = present_rates(served), present_options(served)
     engine._check_rates()
+    moments, schedule, engine._moments = engine._moments, engine._schedule, None  # before it has joined
+    engine._schedule = NamedSchedule(served, WarmupLR(SGD([Parameter(torch.zeros(1))])))
+    engine._check_rates()
+    engine._moments, engine._schedule = moments, schedule
     changes: dict[str, tuple[Callable[[], object], str]] = {
         "rate": (lambda: served.param_groups[0].update(lr=0.25), "in the server: give a schedule as"),
         "rate of a schedule": (lambda: served.param_groups[0].update(lr=0.25), "in the server: leave it to the sch"),
@@ -466,3 +472,16 @@ def test_a_checkpoint_that_is_not_there_leaves_the_loss_scale(monkeypatch: pytes
     engine = bare(loss_scaler=LossScale({"enabled": True, "loss_scale": 8}), optimizer=SimpleNamespace())
     assert engine.load_checkpoint("directory", load_module_only=True) == (None, None)
     assert vars(engine.optimizer) == {"cur_scale": 8.0, "loss_scale": 8.0, "overflow": False}
+
+
+def test_the_rates_after_a_step_are_the_servers_also_where_a_schedule_of_torchs_shows_them() -> None:
+    """A third of a step, three times, is a whole one."""
+    served = SGD([Parameter(torch.zeros(1))], lr=1.0)
+    schedule = LambdaLR(served, lambda step: 1.0)
+    engine = bare(optimizer=served, lr_scheduler=schedule, _schedule=RateTable(served, [[1.0], [0.5], [0.25], [0.125]]))
+    engine.async_worker = SimpleNamespace(progress=0.7 + 0.1 + 0.2 + 1)
+    engine._followed = FollowedSchedule(schedule, served)
+    schedule.last_epoch = 3
+    engine._set_learning_rates()
+    assert engine._rates == present_rates(served) == schedule.get_last_lr() == [0.25]
+    engine._followed.check()
