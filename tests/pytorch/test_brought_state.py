@@ -195,6 +195,30 @@ def test_a_server_in_shards_which_cannot_be_given_moments_is_not_started(
     assert "Adam has stepped before this run" in capsys.readouterr().err
 
 
+def test_a_state_that_is_loaded_has_the_moments_and_not_the_optimizer_though_it_has_stepped(workers: Start) -> None:
+    """With them any server may begin, one in shards too."""
+
+    def run(worker: int, state: State | None = None) -> tuple[State, Tensor]:
+        net = Net()
+        optimizer = Adam(net.parameters(), lr=0.01)
+        if state is not None:
+            train(net, optimizer, 20, 23)  # of another run, which is of no effect
+        training = HybridAsync(net, optimizer, server_shards=1 if state is None else 2)
+        training.load_state_dict(state or {})
+        assert training.describe(1).server.shards == (1 if state is None else 2)
+        training = HybridAsync(net, optimizer)
+        training.load_state_dict(state or {})
+        with training:
+            train(net, optimizer, 0 if state is None else 4, 4 if state is None else 6)
+            return training.state_dict(), nn.utils.parameters_to_vector(net.parameters()).detach()
+
+    ((state, _),) = workers(1, gradient_main.build).run(run)
+    ((again, resumed),) = workers(1, gradient_main.build).run(partial(run, state=state))
+    plain = Net()
+    train(plain, Adam(plain.parameters(), lr=0.01), 0, 6)
+    assert again["server"]["version"] == 6 and torch.equal(resumed, nn.utils.parameters_to_vector(plain.parameters()))
+
+
 def test_moments_that_an_optimizer_begins_with_are_of_no_step_and_any_server_may_have_them() -> None:
     net = Net()
     optimizer = OPTIMIZERS["Adagrad"](net)

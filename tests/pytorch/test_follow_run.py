@@ -143,6 +143,69 @@ def test_a_worker_that_was_in_the_run_goes_on_with_the_data_behind_its_steps(
     assert forgets is (sequence > known == 0)
 
 
+@pytest.mark.parametrize(("known", "total", "begins", "ends"), [(0, 15, 11, 15), (13, 0, 13, 18)])
+@pytest.mark.parametrize("shares", [0, 3])
+def test_a_trainer_begins_where_the_run_is_or_its_own_checkpoint_and_ends_where_worker_0_says(
+    following: Any, monkeypatch: pytest.MonkeyPatch, known: int, total: int, begins: int, ends: int, shares: int
+) -> None:
+    """What it logs next is of the steps from here on."""
+    worker: Any = HybridWorker.__new__(HybridWorker)
+    worker.sequence, worker.finished, worker.micro_batches = 0, False, shares
+    worker._partial_steps, worker._steps = True, 11.5
+    divided = list[object]()
+    monkeypatch.setattr(following, "Accumulation", lambda *given: divided.append(given))
+    flow = flow_of(following, worker, [])
+    trainer = flow._trainer
+    trainer.state.global_step = known
+    flow.begin(total)
+    assert (trainer.state.global_step, trainer.state.max_steps) == (begins, ends)
+    assert trainer._initial_global_step == trainer._globalstep_last_logged == begins
+    assert divided == [(trainer, worker)] * (shares > 0)
+
+
+def test_a_run_that_its_server_takes_back_takes_no_trainer_back(following: Any) -> None:
+    """It would evaluate and save once more what it has."""
+    worker: Any = SimpleNamespace(finished=False)
+    flow, seen = flow_of(following, worker, [], save_strategy="steps"), list[tuple[int, bool]]()
+    state = flow._trainer.state
+    state.save_steps = 4
+    for worker.run_progress in (6.0, 3.0, 4.5, 8.0):
+        control = following.TrainerControl()
+        state.global_step += 1
+        flow.on_step_end(flow._trainer.args, state, control)
+        seen.append((state.global_step, control.should_save))
+    assert seen == [(6, True), (6, False), (6, False), (8, True)]
+
+
+def test_an_epoch_of_dealt_batches_ends_where_the_next_gradient_is_of_another_pass(following: Any) -> None:
+    """Until the training ends, which gives the Trainer its own number of micro-batches back, once."""
+    did = list[str]()
+    flow = flow_of(following, SimpleNamespace(finished=False, run_progress=1.0), [])
+    flow._accumulation = SimpleNamespace(epoch_is_over=False, end=lambda: did.append("ends"))
+    for is_over in (False, True):
+        flow._accumulation.epoch_is_over, control = is_over, following.TrainerControl()
+        flow.on_step_end(flow._trainer.args, flow._trainer.state, control)
+        assert control.should_epoch_stop is is_over
+    for _ in range(2):
+        flow.on_train_end(flow._trainer.args, flow._trainer.state, control)
+    assert did == ["ends"]
+
+
+@pytest.mark.parametrize(
+    ("length", "stops", "step", "is_done"),
+    [(4, False, 8, False), (4, False, 7, False), (4, True, 8, False), (4, True, 7, True), (0, False, 7, True)],
+)
+def test_what_is_due_at_the_end_of_an_epoch_is_done_there_only_if_no_step_has_done_it(
+    following: Any, length: int, stops: bool, step: int, is_done: bool
+) -> None:
+    flow = flow_of(following, None, [], logging_strategy="epoch", eval_strategy="epoch", save_strategy="epoch")
+    flow._steps_per_epoch = length
+    state = following.TrainerState(global_step=step, epoch=2.0)
+    control = following.TrainerControl(should_training_stop=stops)
+    flow.on_epoch_end(flow._trainer.args, state, control)
+    assert (control.should_log, control.should_evaluate, control.should_save) == (is_done,) * 3
+
+
 def test_a_gradient_weighs_as_many_tokens_as_the_trainer_has_counted(following: Any) -> None:
     worker: Any = HybridWorker.__new__(HybridWorker)
     flow = flow_of(following, worker, [])
@@ -152,6 +215,57 @@ def test_a_gradient_weighs_as_many_tokens_as_the_trainer_has_counted(following: 
     flow._trainer.args.average_tokens_across_devices = False
     flow._trainer.get_batch_samples(iter("a"), 1, 5)
     assert worker.weight == 0.0, "it is left alone"
+
+
+@pytest.mark.parametrize(
+    ("divides", "stands_in", "by_tokens", "averages", "divided", "tokens", "weight"),
+    [
+        (True, True, True, True, False, 7, 0.0),
+        (True, False, True, True, False, 7, 7.0),
+        (True, False, True, False, False, 7, None),
+        (True, False, True, True, False, None, None),
+        (True, False, False, True, True, 7, None),
+        (True, False, False, False, False, 7, 1.5),
+        (False, False, False, True, False, 7, None),
+        (False, False, True, False, False, 7, "left alone"),
+    ],
+)
+def test_a_gradient_weighs_as_in_a_synchronous_trainer(
+    following: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    divides: bool,
+    stands_in: bool,
+    by_tokens: bool,
+    averages: bool,
+    divided: bool,
+    tokens: int | None,
+    weight: object,
+) -> None:
+    """By its tokens, or by its samples (None), or by the worker's ranks where it is a sum over its micro-batches, or not
+    at all where its batch only stands in for empty ones."""
+    monkeypatch.setattr(following, "is_divided_by_micro_batches", lambda trainer, found: divided and found == tokens)
+    monkeypatch.setattr(following, "averages_over_tokens", lambda trainer: by_tokens)
+    worker: Any = HybridWorker.__new__(HybridWorker)
+    worker.weight, worker.share = "left alone", 1.5  # of the ranks of all workers
+    flow = flow_of(following, worker, [], average_tokens_across_devices=averages)
+    if divides:
+        flow._accumulation = SimpleNamespace(
+            stands_in=stands_in, draw=lambda original, batches, device: (["a"], tokens)
+        )
+    flow._trainer.get_batch_samples(iter("a"), 1, tokens)
+    assert worker.weight == weight
+
+
+@pytest.mark.parametrize(
+    ("progress", "finished", "steps"), [(2.9999999, False, 3), (18.0, False, 17), (18.0, True, 18), (25.0, True, 18)]
+)
+def test_only_a_run_that_is_over_has_had_all_steps_and_thirds_of_steps_add_up(
+    following: Any, progress: float, finished: bool, steps: int
+) -> None:
+    worker: Any = SimpleNamespace(finished=finished, run_progress=progress)
+    flow = flow_of(following, worker, [])
+    flow.on_step_end(flow._trainer.args, flow._trainer.state, flow._trainer.control)
+    assert flow._trainer.state.global_step == steps
 
 
 def mean_of_tokens(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:

@@ -2,7 +2,7 @@
 
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -251,6 +251,84 @@ def test_what_is_pulled_in_a_round_is_the_servers_also_where_work_starts_elsewhe
 
     ((pulled, servers),) = workers(1, local_sgd_main.build).run(train)
     assert pulled.any() and torch.equal(pulled, servers)
+
+
+@pytest.mark.parametrize("ends", [AsyncLocalSGD.pull, AsyncLocalSGD.leave])
+def test_local_steps_before_an_evaluation_are_sent_after_it(
+    workers: Start, tmp_path: Path, ends: Callable[[AsyncLocalSGD], None]
+) -> None:
+    """Amid the evaluation, as a Trainer does at its end. The server takes the only worker's steps as they are."""
+
+    def train(worker: int) -> tuple[Tensor, Tensor]:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR)
+        options: dict[str, Any] = {"outer": "sgd", "outer_lr": 1.0, "local_steps": 5, "run_dir": str(tmp_path / "own")}
+        with AsyncLocalSGD(model, optimizer, **options) as training:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(TARGETS[0]).backward()
+                optimizer.step()
+            own = model.theta.detach().clone()
+            training.take_server_parameters()
+            assert not model.theta.any()
+            ends(training)
+            return own, model.theta.detach().clone()
+
+    ((own, sent),) = workers(1, local_sgd_main.build).run(train)
+    torch.testing.assert_close(sent, own)
+
+
+def test_a_step_that_a_scaler_lets_a_fused_optimizer_skip_is_no_local_step(workers: Start) -> None:
+    """Its gradients are finite: they are those of another tensor's overflow too."""
+
+    def train(worker: int) -> tuple[float, Tensor]:
+        model = Point()
+        optimizer: Any = SGD(model.parameters(), lr=LR, fused=True)
+        with AsyncLocalSGD(model, optimizer, outer="sgd", outer_lr=1.0, local_steps=1) as training:
+            for found in (0.0, 1.0, 0.0):
+                optimizer.found_inf, optimizer.grad_scale = torch.tensor(found), torch.tensor(1.0)
+                optimizer.zero_grad()
+                model(TARGETS[0]).backward()
+                optimizer.step()
+            return training.progress, model.theta.detach().clone()
+
+    ((progress, theta),) = workers(1, local_sgd_main.build).run(train)
+    assert progress == 2.0
+    torch.testing.assert_close(theta, (1 - (1 - LR) ** 2) * TARGETS[0])
+
+
+def test_a_block_in_a_generator_that_is_closed_is_left_like_any_other(workers: Start) -> None:
+    """Without an error: the local steps of before are in the run, and so in the model."""
+
+    def steps(model: Point) -> Iterator[AsyncLocalSGD]:
+        optimizer = SGD(model.parameters(), lr=LR)
+        with AsyncLocalSGD(model, optimizer, outer="sgd", outer_lr=0.5, local_steps=5) as training:
+            while True:
+                optimizer.zero_grad()
+                model(TARGETS[0]).backward()
+                optimizer.step()
+                yield training
+
+    def train(worker: int) -> tuple[bool, Tensor]:
+        loop: Any = steps(model := Point())
+        training = next(loop)
+        loop.close()
+        return training._has_left, model.theta.detach()
+
+    ((has_left, theta),) = workers(1, local_sgd_main.build).run(train)
+    assert has_left
+    torch.testing.assert_close(theta, 0.5 * LR * TARGETS[0])
+
+
+def test_the_servers_state_is_worker_0s_to_save(workers: Start, tmp_path: Path) -> None:
+    def train(worker: int) -> set[str]:
+        model = Point()
+        options: dict[str, Any] = {"run_dir": str(tmp_path / "own"), "total_steps": 2}
+        with AsyncLocalSGD(model, SGD(model.parameters(), lr=LR), **options) as training:
+            return set(training.state_dict())
+
+    first, second = workers(2, local_sgd_main.build).run(train)
+    assert {"server", "method"} <= first and not second
 
 
 def test_only_worker_0_is_given_the_servers_parameters_and_another_is_told_what_to_do(tmp_path: Path) -> None:

@@ -79,11 +79,13 @@ def test_the_norm_of_gradients_in_half_precision_is_that_in_fp32() -> None:
 
 
 def test_a_process_that_was_forked_from_a_worker_ends_without_it() -> None:
-    did: list[str] = []
-    run: Any = SimpleNamespace(_client=object(), _has_left=True, abandon=lambda: did.append("abandons"))
-    for process, expected in ((os.getpid() + 1, []), (os.getpid(), ["abandons"])):
-        AsyncLocalSGD._end_with_process(run, process)
-        assert did == expected
+    for has_left, of_trainer in ((True, False), (False, True)):  # a Trainer ends amid its loop if it stops
+        did: list[str] = []
+        run: Any = SimpleNamespace(_client=object(), _has_left=has_left, of_trainer=of_trainer, finished=False)
+        run.abandon = lambda did=did: did.append("abandons")
+        for process, expected in ((os.getpid() + 1, []), (os.getpid(), ["abandons"])):
+            AsyncLocalSGD._end_with_process(run, process)
+            assert did == expected
 
 
 LOCAL = AsyncLocalSGD, local_sgd_main.build

@@ -221,14 +221,16 @@ def test_workers_of_unequal_turns_end_together(workers: Start) -> None:
     assert torch.equal(one, other) and not torch.allclose(one, flat(models()))
 
 
+@pytest.mark.parametrize(("several", "expected"), [(True, [0, 0, 1, 0]), (False, [0, 1, 0, 0])])
 def test_one_turn_of_all_optimizers_after_the_end_is_not_worth_a_word(
-    workers: Start, capsys: pytest.CaptureFixture[str]
+    workers: Start, capsys: pytest.CaptureFixture[str], several: bool, expected: list[int]
 ) -> None:
-    """The run may end between the steps of a turn."""
+    """The run may end between the steps of a turn, which one optimizer has not."""
 
     def train(worker: int) -> list[int]:
         nets = models()
-        with HybridAsync(nets, optimizers := by_shape(nets), total_steps=1) as training:
+        optimizers = by_shape(nets) if several else [SGD([each for net in nets for each in net.parameters()], lr=0.1)]
+        with HybridAsync(nets, optimizers, total_steps=1) as training:
             said = []
             for step in range(4):
                 divided(nets, optimizers, 0, step)
@@ -236,7 +238,7 @@ def test_one_turn_of_all_optimizers_after_the_end_is_not_worth_a_word(
             assert training.finished
         return said
 
-    assert workers(1, gradient_main.build).run(train) == [[0, 0, 1, 0]]
+    assert workers(1, gradient_main.build).run(train) == [expected]
 
 
 def test_a_state_of_one_optimizer_is_refused(workers: Start, capsys: pytest.CaptureFixture[str]) -> None:
