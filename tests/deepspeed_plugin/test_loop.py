@@ -1,6 +1,7 @@
 """What the engines of a worker make of a script's loop: passes, steps with and without a gradient, and its end."""
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,14 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 from torch.nn import Parameter
+from torch.optim import SGD
 
 from fairseq_async.deepspeed_plugin.engines import engine as module
 from fairseq_async.deepspeed_plugin.engines import local_sgd
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
-from fairseq_async.errors import ExchangeError
+from fairseq_async.errors import ExchangeError, RefusedError
+from fairseq_async.worker.start.context import WorkerContext
 
 
 def bare(kind: Any = AsyncEngine, **attributes: Any) -> Any:
@@ -44,15 +47,16 @@ def test_passes_that_train_are_those_of_a_model_in_training_whose_run_goes_on(
     did = list[Any]()
     monkeypatch.setattr(DeepSpeedEngine, "forward", lambda engine, *given, **named: (given, named))
     batches = SimpleNamespace(note=noting(did, "notes"))
-    worker = SimpleNamespace(joined=True, batches=batches, finished=what == "after the end")
+    worker = SimpleNamespace(batches=batches, finished=what == "after the end")
     loop = SimpleNamespace(began=float(began), begin_step=noting(did, "begins"))
     watch = SimpleNamespace(count_pass=noting(did, "counts", True))
     engine = bare(async_worker=worker, loop=loop, _loop_watch=watch, _check_loop=noting(did, "checks"))
+    vars(engine)["join_run"] = noting(did, "joins")
     vars(engine)["module"] = nn.Linear(1, 1).train(what != "evaluates")
     with torch.set_grad_enabled(what != "without gradients"):
         assert engine("batch", mask="none") == (("batch",), {"mask": "none"})
     trains = [("notes", (("batch",), {"mask": "none"})), *["begins"] * (not began), "counts", "checks"]
-    assert did == (trains if what == "trains" else [])
+    assert did == ["joins", *(trains if what == "trains" else [])]
 
 
 def test_a_run_is_joined_once_with_what_the_script_has_loaded_before() -> None:
@@ -198,10 +202,178 @@ def test_the_servers_state_at_the_end_is_written_by_one_rank_and_a_failure_is_a_
     monkeypatch.setattr(module.atexit, "register", noting(did, "registers"))
     client = SimpleNamespace(save_state=fail_to_save)
     engine = bare(async_worker=SimpleNamespace(client=client), context=SimpleNamespace(rank=rank), _state_at_end=path)
-    with caplog.at_level(logging.WARNING, logger=module.__name__):
-        engine._keep_server_state()
+    for _ in range(2):
+        did.clear()
+        with caplog.at_level(logging.WARNING, logger=module.__name__):
+            engine._keep_server_state()
+        if rank == 0:
+            assert did[0] == ("registers", path.unlink, ("missing_ok", True)) and not path.exists()
+            path.write_text("of a process that was killed")
     assert did[-1] == str(path) and len(did) == 2 - rank and path.parent.exists() == (rank == 0)
     assert "save_checkpoint() will fail after this: the peer closed the connection" in caplog.text
+
+
+@pytest.mark.parametrize("tag", [None, "best"])
+@pytest.mark.parametrize("compressor", [None, {"unsent": 5}])
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(("worker", "rank"), [(0, 0), (0, 1), (2, 0)])
+def test_each_worker_saves_its_engine_and_worker_0_the_servers_state_beside_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    worker: int,
+    rank: int,
+    joined: bool,
+    compressor: dict[str, int] | None,
+    tag: str | None,
+) -> None:
+    did, named, own = list[Any](), tag or "global_step7", "worker-2" if worker else "."
+    monkeypatch.chdir(tmp_path)
+
+    def save(engine: Any, directory: str, *given: object, **others: object) -> str:
+        did.append((directory, *given, others))
+        (tmp_path / own / named).mkdir(parents=True)
+        return "saved"
+
+    monkeypatch.setattr(DeepSpeedEngine, "save_checkpoint", save)
+    side = SimpleNamespace(joined=joined, settle=noting(did, "settles"), compressor_state=lambda: compressor)
+    engine = bare(async_worker=side, worker=worker, context=SimpleNamespace(rank=rank), global_steps=7)
+    engine._followed = SimpleNamespace(state_dict=lambda: {"begins_at": 4})
+    for name in ("_check_loop", "_save_server_state"):
+        vars(engine)[name] = noting(did, name)
+    assert engine.save_checkpoint(".", tag, {"epoch": 3}, exclude_frozen_parameters=True) == "saved"
+    state = {"epoch": 3, "async_begins": {"begins_at": 4}}
+    saves = (own, named, state, {"exclude_frozen_parameters": True})
+    beside = [("_save_server_state", tmp_path / named / "async_server.pt")] * (worker == 0 and joined)
+    assert did == ["_check_loop", "settles", saves, *beside]
+    files = [each.name for each in (tmp_path / own / named).iterdir()]
+    assert files == ["async_compressor.pt"] * (rank == 0 and compressor is not None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("missing", [False, True])
+def test_the_servers_state_of_the_end_is_copied_by_one_rank(tmp_path: Path, rank: int, missing: bool) -> None:
+    engine = bare(_has_left=True, context=SimpleNamespace(rank=rank), _state_at_end=tmp_path / "state")
+    (tmp_path / "state").write_text("the server's state")
+    file = tmp_path / ("none/copy" if missing else "copy")
+    with pytest.raises(RefusedError, match=f"cannot be written to {file}: ") if missing and not rank else nullcontext():
+        engine._save_server_state(file)
+    assert file.exists() == (rank == 0 and not missing)
+
+
+BEGINS, BEGAN = {"begins_at": 4}, {"begins_at": 9}
+STATE = Path("state")
+
+
+@pytest.fixture
+def loading(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An engine that has not joined, with what it does in ``did``; ``loaded`` is what DeepSpeed finds, and ``state``
+    what the server's is."""
+    did = list[Any]()
+    side = SimpleNamespace(joined=False, finished=False)
+    engine = bare(
+        did=did, async_worker=side, worker=0, loaded=("run/tag/model.pt", {"epoch": 3, "async_begins": BEGINS})
+    )
+    engine.state = STATE
+
+    def load(engine: Any, *given: object) -> Any:
+        did.append(("loads", *given))
+        return engine.loaded
+
+    followed = {name: noting(did, name) for name in ("begin", "load_state_dict")}
+    engine._followed = SimpleNamespace(state_dict=lambda: BEGAN, **followed)
+    for name in ("_join", "_check_without_optimizer", "_restore_compressor"):
+        vars(engine)[name] = noting(did, name)
+    monkeypatch.setattr(DeepSpeedEngine, "load_checkpoint", load)
+    monkeypatch.setattr(module, "own_checkpoint", lambda directory, tag, worker: f"{directory}-{worker}")
+    monkeypatch.setattr(module, "check_files", lambda engine, *given: did.append(("checks", *given)))
+    monkeypatch.setattr(module, "refresh_masters", lambda engine: did.append("refreshes"))
+    monkeypatch.setattr(module, "server_state_beside", lambda *given: engine.state if given[0] else None)
+    return engine
+
+
+def test_a_checkpoint_is_loaded_before_the_first_batch_or_after_the_end(
+    loading: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loading.async_worker.joined = True
+    with pytest.raises(SystemExit):
+        loading.load_checkpoint("run")
+    assert "load_checkpoint must come before the first batch" in capsys.readouterr().err and not loading.did
+    loading.async_worker.finished = True
+    assert loading.load_checkpoint("run", "tag") == ("run/tag/model.pt", {"epoch": 3})
+    assert loading.did == [("checks", "run-0", "tag", True), ("loads", "run-0", "tag", *[True] * 3, False, None)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "schedule", "begins"),
+    [(True, True, BEGINS), (True, True, None), (True, False, BEGINS), (False, True, BEGINS)],
+)
+def test_a_worker_goes_on_with_the_servers_state_from_where_the_run_began(
+    loading: Any, optimizer: bool, schedule: bool, begins: object
+) -> None:
+    loading.worker, loading.loaded = 2, ("run/tag/model.pt", {"async_begins": begins} if begins else None)
+    options = {"load_optimizer_states": optimizer, "load_lr_scheduler_states": schedule}
+    assert loading.load_checkpoint("run", **options, custom_load_fn="own") == loading.loaded
+    assert loading.did == [
+        ("checks", "run-2", None, optimizer),
+        ("loads", "run-2", None, True, optimizer, schedule, False, "own"),
+        *([] if optimizer else ["refreshes", "_check_without_optimizer"]),
+        ("load_state_dict", BEGINS if begins and schedule else BEGAN),
+        ("_join", STATE),
+        ("_restore_compressor", "run/tag/model.pt"),
+    ]
+
+
+@pytest.mark.parametrize("worker", [0, 2])
+@pytest.mark.parametrize("case", ["module alone", "nothing there", "no state of a server"])
+def test_a_new_run_begins_without_a_state_of_the_server(
+    loading: Any, caplog: pytest.LogCaptureFixture, case: str, worker: int
+) -> None:
+    loading.worker = worker
+    if case == "nothing there":
+        loading.loaded = None, None
+    elif case == "no state of a server":
+        loading.state = None
+    with caplog.at_level(logging.WARNING, logger=module.__name__):
+        assert loading.load_checkpoint("run", load_module_only=case == "module alone") is loading.loaded
+    assert loading.did[0] == ("checks", f"run-{worker}", None, case != "module alone")
+    assert loading.did[2:] == ["begin", ("_join", None)]
+    assert ("no server state in run" in caplog.text) == (worker == 0 and case != "module alone")
+
+
+@pytest.mark.parametrize(
+    ("path", "restores"), [("checkpoint/tag/model.pt", True), ("checkpoint/model.pt", False), (None, False)]
+)
+def test_what_compressed_updates_left_is_that_of_the_checkpoint(
+    tmp_path: Path, path: str | None, restores: bool
+) -> None:
+    did, folder = list[Any](), tmp_path / "checkpoint" / "tag"
+    folder.mkdir(parents=True)
+    torch.save({"unsent": 5}, folder / "async_compressor.pt")
+    engine = bare(async_worker=SimpleNamespace(restore_compressor=did.append))
+    engine._restore_compressor(path and str(tmp_path / path))
+    assert did == [{"unsent": 5}] * restores
+
+
+def test_what_a_pull_brings_is_no_change_of_the_scripts() -> None:
+    did = list[Any]()
+    engine = bare(_loop_watch=SimpleNamespace(begin_again=noting(did, "begins again")))
+    vars(engine)["_check_loop"] = noting(did, "checks")
+    vars(engine)["join_run"] = noting(did, "joins", SimpleNamespace(catch_up=noting(did, "pulls")))
+    engine.pull()
+    assert did == ["checks", "begins again", "joins", "pulls"]
+
+
+@pytest.mark.parametrize("state", [None, STATE])
+def test_a_worker_joins_with_the_state_of_a_checkpoint_or_what_its_optimizer_brings(state: Path | None) -> None:
+    did = list[Any]()
+    loop = SimpleNamespace(join=lambda spec, brought, run_dir: did.append((spec, brought(), run_dir)))
+    engine = bare(spec="spec", loop=loop, _state_at_end=Path("run/state"), _loop_watch=SimpleNamespace())
+    engine._loop_watch.join = noting(did, "begins")
+    for name, answer in (("_state_brought", "brought"), ("_set_learning_rates", None)):
+        vars(engine)[name] = noting(did, name, answer)
+    engine._join(state)
+    brings = ["_state_brought"] * (state is None)
+    assert did == ["begins", *brings, ("spec", state or "brought", Path("run")), "_set_learning_rates"]
 
 
 # Local SGD
@@ -332,3 +504,30 @@ def test_rates_of_a_workers_own_steps_are_looked_for_where_the_run_has_several_w
     assert engine._own.changed()
     names = ["replica_of", "round_masters", "check_matrices", "unstepped", "check_overflow_always"]
     assert [each[0] for each in did if each[0] in names] == names and ("replica_of", engine, 1) in did
+
+
+def test_an_engine_that_is_set_up_is_in_no_step_and_sees_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path)
+    given = list[Any]()
+    monkeypatch.setattr(module, "refuse_other_steps", lambda *each: given.extend(each))
+    optimizer = SGD((model := nn.Linear(2, 1)).parameters(), lr=0.5)
+    engine = bare(optimizer=optimizer, lr_scheduler=None, zero_optimization_partition_weights=lambda: False)
+    vars(engine)["module"] = model
+    worker, context = SimpleNamespace(finished=False, joined=True), WorkerContext(worker=2, workers=3)
+    engine.set_up(worker, "spec", context, Path("run"))
+    assert (engine.async_worker, engine.spec, engine.context) == (worker, "spec", context)
+    assert (engine.worker, engine.workers, engine.loop.worker) == (2, 3, worker)
+    monkeypatch.chdir("/")
+    assert engine._state_at_end.parent == tmp_path / "run", "wherever the script goes"
+    assert [name for name, _ in engine._trained] == ["weight", "bias"] and engine._without_gradient == range(0)
+    assert (engine._has_left, engine._loss, engine._warned_of_end, engine._takes_step) == (False, None, False, False)
+    assert not engine._loop_watch.has_stepped and engine._followed.rates == [0.5]
+    of, workers, is_expected = given
+    assert (of, workers, is_expected(engine)) == (engine, 3, False)
+    for owner, name in ((engine, "_takes_step"), (worker, "finished")):
+        setattr(owner, name, True)
+        assert is_expected(engine)
+        setattr(owner, name, False)
