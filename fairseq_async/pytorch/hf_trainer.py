@@ -131,12 +131,13 @@ class AsyncCallback(TrainerCallback):
         assert self._trainer is not None and self._flow is not None, "the Trainer has not planned its steps"
         optimizer: Optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # of accelerate's wrapper
         scheduler: LRScheduler = getattr(kwargs["lr_scheduler"], "scheduler", kwargs["lr_scheduler"])
-        if state.global_step:
+        resumed = bool(state.global_step)  # from a checkpoint; a run that is under way moves it too
+        if resumed:
             take_back(scheduler)
         self._training = self._make(kwargs["model"], optimizer, scheduler, state.max_steps)
         self._training.of_trainer = True
         self._training.by_script = self._divides or _divisions[0].by_script
-        if state.global_step:
+        if resumed:
             self._restore(self._training, Path(self._resumed_from or _checkpoint(args, state)) / STATE)
         self._training.__enter__()
         if self._trainer.model_wrapped is not kwargs["model"]:  # compiled, so that no hook in it is called
@@ -146,7 +147,6 @@ class AsyncCallback(TrainerCallback):
         if state.max_steps != planned and self._trainer._created_lr_scheduler:
             self._trainer.lr_scheduler = None
             scheduler = self._trainer.create_scheduler(num_training_steps=state.max_steps)
-        resumed = bool(state.global_step)
         schedule = RunSchedule(scheduler, optimizer, self._worker_side(), state.max_steps, resumed, told)
         self._trainer.lr_scheduler = schedule  # type: ignore[assignment]
 

@@ -172,3 +172,62 @@ def test_the_trainers_own_clipping_is_the_servers_and_a_scripts_stays(
     measured = accelerator.clip_grad_norm_([weight], max_norm, **others)
     assert measured.item() == pytest.approx(7.0 if others else 5.0)
     assert weight.grad.norm(others.get("norm_type", 2)).item() == pytest.approx(norm, rel=1e-5)
+
+
+def begun(module: Any, monkeypatch: pytest.MonkeyPatch, callback: Any, step: int, planned: int, ends: int) -> Any:
+    """What the beginning of a training does, in its order; worker 0 says at which step the run ends."""
+    did = MagicMock()
+    training = did.made.return_value
+    training.total_steps, training.worker = ends, callback.worker
+    for name in ("take_back", "RunSchedule", "note_calls"):
+        monkeypatch.setattr(module, name, getattr(did, name))
+    for name in ("HybridAsync", "AsyncLocalSGD"):
+        monkeypatch.setattr(module, name, did.made)
+    monkeypatch.setattr(module.AsyncCallback, "_worker_side", lambda _: "the worker side")
+    monkeypatch.setattr(module.AsyncCallback, "_shares", lambda _: {})
+    monkeypatch.setattr(module, "_divisions", [SimpleNamespace(by_script=False)])
+    callback._flow, callback._trainer = did.flow, did.trainer
+    did.trainer.args.max_grad_norm, did.trainer.model_wrapped = 0.0, "model"
+    state = SimpleNamespace(global_step=step, max_steps=planned)
+    did.flow.begin.side_effect = lambda total: vars(state).update(max_steps=total, global_step=step or 4)
+    args = SimpleNamespace(auto_find_batch_size=False, output_dir="out")
+    given = {"model": "model", "optimizer": SimpleNamespace(optimizer="optimizer"), "lr_scheduler": "scheduler"}
+    callback.on_train_begin(args, state, None, **given)
+    return did
+
+
+@pytest.mark.parametrize("method", ["hybrid_async", "local_sgd"])
+@pytest.mark.parametrize(
+    ("step", "resume_from", "state_in"),
+    [(0, None, None), (6, None, "out/checkpoint-6/async_server.pt"), (6, "here", "here/async_server.pt")],
+)
+@pytest.mark.parametrize(("divides", "ends"), [(False, 18), (True, 15)])
+def test_a_training_begins_with_the_runs_end_its_own_checkpoint_and_a_schedule_that_follows_the_run(
+    module: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    step: int,
+    resume_from: str | None,
+    state_in: str | None,
+    divides: bool,
+    ends: int,
+) -> None:
+    """The Trainer has planned 18 steps, whatever the option says, and the run is under way: that resumes nothing, and a
+    scheduler of the script is where it was made."""
+    callback = callback_of(module, monkeypatch, method=method, total_steps=30, resume_from_checkpoint=resume_from)
+    if divides:
+        assert callback.workers == 3
+    restored = list[object]()
+    monkeypatch.setattr(callback, "_restore", lambda training, path: restored.append(str(path)))
+    did = begun(module, monkeypatch, callback, step, planned=18, ends=ends)
+    (_, made), training = did.made.call_args, did.made.return_value
+    assert made["total_steps"] == 18 and did.made.call_args.args == ("model", "optimizer")
+    assert made.get("scheduler") == ("scheduler" if method == "hybrid_async" else None)
+    assert (training.of_trainer, training.by_script) == (True, divides)
+    assert restored == ([] if state_in is None else [state_in])
+    assert did.take_back.mock_calls == [call("scheduler")] * (step > 0) and not did.note_calls.called
+    anew = did.trainer.create_scheduler
+    assert anew.mock_calls == ([] if ends == 18 else [call(num_training_steps=15)])
+    follows = "scheduler" if ends == 18 else anew.return_value
+    did.RunSchedule.assert_called_once_with(follows, "optimizer", "the worker side", ends, step > 0, "scheduler")
+    assert did.trainer.lr_scheduler == did.RunSchedule.return_value

@@ -241,8 +241,8 @@ def test_a_gradient_weighs_as_in_a_synchronous_trainer(
     tokens: int | None,
     weight: object,
 ) -> None:
-    """By its tokens, or by its samples (None), or by the worker's ranks where it is a sum over its micro-batches, or not
-    at all where its batch only stands in for empty ones."""
+    """By its tokens, or by its samples (None), or by the worker's ranks where it is a sum over micro-batches, or not at
+    all where its batch only stands in for empty ones."""
     monkeypatch.setattr(following, "is_divided_by_micro_batches", lambda trainer, found: divided and found == tokens)
     monkeypatch.setattr(following, "averages_over_tokens", lambda trainer: by_tokens)
     worker: Any = HybridWorker.__new__(HybridWorker)
