@@ -30,6 +30,7 @@ from fairseq_async.method.spec import MethodSpec
 from fairseq_async.pytorch.brought_state import StateInServer
 from fairseq_async.server.optimizers.learning_rates import RateTable, present_options, present_rates
 from fairseq_async.server.optimizers.torch_optimizer import describe
+from tests.helpers.bare_engines import bare, noting
 
 SAMPLES = 24
 
@@ -145,19 +146,11 @@ def test_a_step_without_a_gradient_or_after_the_end_sends_nothing(case: str) -> 
     assert engine.did == (["_skip_step"] if case == "after the end" else [*CHECKS, "_skip_without_gradient"])
 
 
-def bare(**attributes: Any) -> Any:
-    """An engine with these attributes alone."""
-    engine = HybridEngine.__new__(HybridEngine)
-    nn.Module.__init__(engine)
-    vars(engine).update(attributes)
-    return engine
-
-
 def test_the_batch_of_a_step_is_this_workers_share_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks with three samples each in a micro-batch, of which a step has five on average."""
     monkeypatch.setattr(DeepSpeedEngine, "gradient_accumulation_steps", lambda engine: 5)
     monkeypatch.setattr(DeepSpeedEngine, "train_batch_size", lambda engine: 30)
-    engine = bare()
+    engine = bare(HybridEngine)
     assert (engine.gradient_accumulation_steps(), engine.train_batch_size()) == (5, 30)
     engine._share = 7
     assert (engine.gradient_accumulation_steps(), engine.train_batch_size()) == (7, 42)
@@ -169,7 +162,7 @@ def test_a_gradient_ends_with_the_last_micro_batch_of_the_share_or_where_the_scr
 ) -> None:
     monkeypatch.setattr(DeepSpeedEngine, "is_gradient_accumulation_boundary", lambda engine: engine.micro_steps == 11)
     monkeypatch.setattr(hybrid, "manages_accumulation", lambda engine: not by_script)
-    engine, found = bare(_share=3, _first=10, _is_gradient_accumulation_boundary=None), list[int]()
+    engine, found = bare(HybridEngine, _share=3, _first=10, _is_gradient_accumulation_boundary=None), list[int]()
     for engine.micro_steps in range(10, 15):
         found += [engine.micro_steps] * engine.is_gradient_accumulation_boundary()
     assert found == ([11] if by_script else [12, 13, 14])
@@ -184,7 +177,7 @@ def test_a_script_that_ends_steps_by_itself_has_to_know_the_share(
 ) -> None:
     """A Trainer's may have become smaller since the step began."""
     monkeypatch.setattr(hybrid, "manages_accumulation", lambda engine: managed)
-    engine = bare(_share=6, _passes=4, async_worker=SimpleNamespace(micro_batches=4))
+    engine = bare(HybridEngine, _share=6, _passes=4, async_worker=SimpleNamespace(micro_batches=4))
     engine._is_gradient_accumulation_boundary = None
     engine._check_share()
     assert engine._share == (6 if managed else 4)
@@ -198,7 +191,7 @@ def test_a_script_that_ends_steps_by_itself_has_to_know_the_share(
 
 
 def test_a_share_begins_after_a_step_and_not_after_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, begun = bare(global_steps=3), list[int]()
+    engine, begun = bare(HybridEngine, global_steps=3), list[int]()
     monkeypatch.setattr(HybridEngine, "_begin_share", lambda engine: begun.append(engine.global_steps))
     for steps in (3, 4):
         monkeypatch.setattr(AsyncEngine, "step", lambda engine, given, now=steps: setattr(engine, "global_steps", now))
@@ -218,7 +211,7 @@ def test_backward_is_of_the_loss_times_its_scale_and_the_log_has_the_loss(
         return "DeepSpeed's"
 
     monkeypatch.setattr(AsyncEngine, "backward", backward)
-    engine = bare(loss_scaler=LossScale({"enabled": True, "loss_scale": scale}))
+    engine = bare(HybridEngine, loss_scaler=LossScale({"enabled": True, "loss_scale": scale}))
     loss = torch.tensor(0.5, requires_grad=True)
     returned = engine.backward(loss, "given", retain_graph=True)
     assert passes == [(0.5 * scale, ("given",), {"retain_graph": True})]
@@ -239,7 +232,7 @@ def test_backward_of_a_loss_is_one_line_where_deepspeed_has_none_of_its_optimize
         raise RuntimeError("of stage 0")
 
     monkeypatch.setattr(DeepSpeedEngine, "_backward_prologue", begin)
-    engine = bare(_running_engine_backward=running, _support_torch_style_backward=supported)
+    engine = bare(HybridEngine, _running_engine_backward=running, _support_torch_style_backward=supported)
     with pytest.raises(SystemExit if refused else RuntimeError):
         engine._backward_prologue()
     assert ("error: loss.backward() on a loss of the engine" in capsys.readouterr().err) == refused
@@ -251,7 +244,7 @@ def test_backward_of_a_loss_is_one_line_where_deepspeed_has_none_of_its_optimize
 
 def test_each_backward_pass_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeepSpeedEngine, "_backward_epilogue", lambda engine: setattr(engine, "did", engine._passes))
-    engine = bare(_passes=4)
+    engine = bare(HybridEngine, _passes=4)
     engine._backward_epilogue()
     assert (engine._passes, engine._has_gradient, engine.did) == (5, True, 5)
 
@@ -266,7 +259,7 @@ def test_parameters_without_a_gradient_get_zeros_before_ranks_reduce_a_whole_gra
     monkeypatch.setattr(HybridEngine, "is_gradient_accumulation_boundary", lambda engine: ends)
     monkeypatch.setattr(hybrid, "fill_gradients", lambda engine: did.append("fills"))
     monkeypatch.setattr(DeepSpeedEngine, "allreduce_gradients", lambda engine, *given: did.append(given))
-    bare(divided=divided).allreduce_gradients(7)
+    bare(HybridEngine, divided=divided).allreduce_gradients(7)
     assert did == [*["fills"] * fills, (7,)]
 
 
@@ -286,7 +279,7 @@ def test_the_gradients_of_several_passes_are_reduced_once(monkeypatch: pytest.Mo
     for name in ("coalesce_grad_reduction", "no_sync"):
         monkeypatch.setattr(DeepSpeedEngine, name, around(name), raising=False)
     monkeypatch.setattr(HybridEngine, "allreduce_gradients", lambda engine: did.append("reduces"))
-    with bare(divided=divided).coalesce_grad_reduction():
+    with bare(HybridEngine, divided=divided).coalesce_grad_reduction():
         did.append("passes")
     of, reduces = ("coalesce_grad_reduction", []) if divided else ("no_sync", ["reduces"])
     assert did == [f"begins {of}", "passes", f"ends {of}", *reduces]
@@ -295,7 +288,9 @@ def test_the_gradients_of_several_passes_are_reduced_once(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("case", ["rate", "rate of a schedule", "option", "scale", "hook", "state", "shown", "table"])
 def test_whatever_a_script_changes_of_an_optimizer_in_the_server_is_one_line(case: str) -> None:
     served, own, basic = (SGD([Parameter(torch.zeros(1))], lr=0.5) for _ in range(3))
-    engine = bare(optimizer=own, basic_optimizer=basic, _served=served, loss_scaler=LossScale(), lr_scheduler=None)
+    engine = bare(
+        HybridEngine, optimizer=own, basic_optimizer=basic, _served=served, loss_scaler=LossScale(), lr_scheduler=None
+    )
     served.state = engine._moments = StateInServer(dict)
     engine._shown = ShownGroups(own.param_groups, served.param_groups) if case == "shown" else None
     show_scale(own, engine.loss_scaler, overflow=False)
@@ -341,7 +336,7 @@ def test_moments_of_plain_deepspeeds_masters_are_one_line_and_the_model_stays_in
         SGD([Parameter(torch.zeros(1))]).load_state_dict({} if by_optimizer else cast(Any, {})["of the script's"])
 
     monkeypatch.setattr(AsyncEngine, "load_checkpoint", load)
-    engine = bare(half_precision=torch.bfloat16)
+    engine = bare(HybridEngine, half_precision=torch.bfloat16)
     with pytest.raises(SystemExit if by_optimizer else KeyError):
         engine.load_checkpoint("directory", "tag")
     assert seen == [(None, ("directory", "tag"))] and engine.half_precision is torch.bfloat16
@@ -355,7 +350,9 @@ def test_in_zero_3_a_checkpoint_is_loaded_after_the_run_alone(
     accepted = list[object]()
     monkeypatch.setattr(AsyncEngine, "load_checkpoint", lambda engine, *given: (*given, *accepted))
     monkeypatch.setattr(hybrid, "accept_state", accepted.append)
-    engine = bare(divided="parts", optimizer="DeepSpeed's", async_worker=SimpleNamespace(finished=finished))
+    engine = bare(
+        HybridEngine, divided="parts", optimizer="DeepSpeed's", async_worker=SimpleNamespace(finished=finished)
+    )
     if finished:
         assert engine.load_checkpoint("directory") == ("directory", "DeepSpeed's")
         return
@@ -366,7 +363,7 @@ def test_in_zero_3_a_checkpoint_is_loaded_after_the_run_alone(
 
 @pytest.mark.parametrize("kind", [None, torch.float16, torch.bfloat16])
 def test_scripts_learn_in_which_type_the_model_computes(kind: torch.dtype | None) -> None:
-    engine = bare(half_precision=kind)
+    engine = bare(HybridEngine, half_precision=kind)
     assert engine.fp16_enabled() == (kind is torch.float16) and engine.bfloat16_enabled() == (kind is torch.bfloat16)
 
 
@@ -381,7 +378,12 @@ def test_a_worker_joins_with_the_optimizer_and_schedule_that_are_there(
     framework = {"scheduler": {"type": "WarmupLR"}} if scheduler else {"optimizer": "SGD"}
     followed, details = {"begins_at": 0}, SimpleNamespace(moments="")
     engine = bare(
-        optimizer="wrapper", _served=served, lr_scheduler="schedule", async_worker=None, _began=dict(followed)
+        HybridEngine,
+        optimizer="wrapper",
+        _served=served,
+        lr_scheduler="schedule",
+        async_worker=None,
+        _began=dict(followed),
     )
     engine.spec = MethodSpec("hybrid_async", 3, {"total_steps": 40}, framework=framework)
     engine.async_worker, engine._options = SimpleNamespace(details=details), present_options(served)
@@ -414,7 +416,7 @@ def test_a_worker_joins_with_the_optimizer_and_schedule_that_are_there(
 def test_rank_0_of_an_island_brings_the_moments(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     monkeypatch.setattr(hybrid, "brought_state", lambda *given: given)
     monkeypatch.setattr(hybrid, "trainable", lambda engine: "named")
-    engine = bare(context=SimpleNamespace(rank=rank), spec="spec", optimizer="torch's")
+    engine = bare(HybridEngine, context=SimpleNamespace(rank=rank), spec="spec", optimizer="torch's")
     assert engine._state_brought() == (None if rank else ("spec", "named", ["torch's"], server.build))
 
 
@@ -424,23 +426,19 @@ def test_an_engine_answers_for_an_optimizer_that_is_in_the_server(
 ) -> None:
     did, weight = list[Any](), Parameter(torch.ones(1))
     own, served = SGD([weight], lr=0.5), SGD([Parameter(torch.ones(1))], lr=0.25)
-
-    def note(name: str) -> Callable[..., str]:
-        def noted(*given: object) -> str:
-            did.append((name, *given))
-            return name
-
-        return noted
-
     for name in ("refuse_moments", "answer_for_masters", "PartitionedReplica"):
-        monkeypatch.setattr(hybrid, name, note(name))
+        monkeypatch.setattr(hybrid, name, noting(did, name, name))
     monkeypatch.setattr(hybrid, "trainable", lambda engine: [("weight", weight)])
     monkeypatch.setattr(hybrid, "wrapped", lambda *given: given)
     monkeypatch.setattr(HybridEngine, "zero_optimization_partition_weights", lambda engine: divided, raising=False)
     monkeypatch.setattr(HybridEngine, "_check_rates", lambda engine: did.append("checks"))
     monkeypatch.setattr(AsyncEngine, "set_up", lambda engine, *given: did.append(given))
     engine = bare(
-        optimizer=own, loss_scaler=LossScale({"enabled": True, "loss_scale": 8}), lr_scheduler=None, config={}
+        HybridEngine,
+        optimizer=own,
+        loss_scaler=LossScale({"enabled": True, "loss_scale": 8}),
+        lr_scheduler=None,
+        config={},
     )
     engine._followed = SimpleNamespace(state_dict=lambda: {"begins_at": 5})
     described = describe(own, [("weight", weight)], "", [[0.25], [0.125]])
@@ -463,13 +461,13 @@ def test_an_engine_answers_for_an_optimizer_that_is_in_the_server(
 def test_masters_are_looked_at_where_deepspeed_has_them(monkeypatch: pytest.MonkeyPatch, divided: object) -> None:
     checked = list[object]()
     monkeypatch.setattr(hybrid, "check_masters", checked.append)
-    bare(divided=divided)._check_masters()
+    bare(HybridEngine, divided=divided)._check_masters()
     assert checked == ["parts"] * (divided is not None)
 
 
 def test_a_checkpoint_that_is_not_there_leaves_the_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AsyncEngine, "load_checkpoint", lambda engine, *given, **named: (None, None))
-    engine = bare(loss_scaler=LossScale({"enabled": True, "loss_scale": 8}), optimizer=SimpleNamespace())
+    engine = bare(HybridEngine, loss_scaler=LossScale({"enabled": True, "loss_scale": 8}), optimizer=SimpleNamespace())
     assert engine.load_checkpoint("directory", load_module_only=True) == (None, None)
     assert vars(engine.optimizer) == {"cur_scale": 8.0, "loss_scale": 8.0, "overflow": False}
 
@@ -478,7 +476,12 @@ def test_the_rates_after_a_step_are_the_servers_also_where_a_schedule_of_torchs_
     """A third of a step, three times, is a whole one."""
     served = SGD([Parameter(torch.zeros(1))], lr=1.0)
     schedule = LambdaLR(served, lambda step: 1.0)
-    engine = bare(optimizer=served, lr_scheduler=schedule, _schedule=RateTable(served, [[1.0], [0.5], [0.25], [0.125]]))
+    engine = bare(
+        HybridEngine,
+        optimizer=served,
+        lr_scheduler=schedule,
+        _schedule=RateTable(served, [[1.0], [0.5], [0.25], [0.125]]),
+    )
     engine.async_worker = SimpleNamespace(progress=0.7 + 0.1 + 0.2 + 1)
     engine._followed = FollowedSchedule(schedule, served)
     schedule.last_epoch = 3

@@ -14,6 +14,7 @@ from fairseq_async.deepspeed_plugin.arguments import Arguments
 from fairseq_async.deepspeed_plugin.data import DataShare
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.worker.start.context import WorkerContext
+from tests.helpers.bare_engines import noting
 from tests.helpers.stand_ins import Numbers, Position
 
 CONTEXT = WorkerContext(worker=2, workers=3, rank=1, island_size=4)
@@ -55,7 +56,7 @@ def given(method: str, **section: Any) -> tuple[Any, Any]:
 
 
 def arguments_of(engine: MagicMock, data: object = None) -> MagicMock:
-    arguments = MagicMock(training_data=data, others={"model_parameters": None})
+    arguments = MagicMock(training_data=data, others={"model_parameters": None, "mpu": None})
     arguments.name = "file.json"
     arguments.make_engine.return_value = engine, "optimizer", "schedule"
     return arguments
@@ -88,6 +89,7 @@ def test_a_rank_of_local_sgd_has_its_workers_share_and_monitor_and_its_place_in_
     assert first == (engine, sizes, options, (1, 4), engine.join_run, OWN)
     initialize.atexit.register.assert_called_once_with(initialize.leave_at_exit, client, engine, "server")
     initialize.fix_batch_size.assert_not_called()
+    initialize._init_distributed.assert_called_once_with()
 
 
 @pytest.mark.parametrize(
@@ -156,6 +158,76 @@ def test_a_process_trains_one_engine_in_an_asynchronous_run(initialize: Any) -> 
     initialize._made.append(MagicMock())
     with pytest.raises(ConfigurationError, match="initialize was called before in this process"):
         initialize._initialize_asynchronous(arguments_of(MagicMock()), *reversed(given("hybrid_async")), {})
+
+
+def test_steps_whose_workers_have_equal_shares_are_accumulated_by_deepspeed(initialize: Any) -> None:
+    for method, shares, expected in (("hybrid_async", {"shares": "equal"}, 0), ("local_sgd", {}, None)):
+        options = given(method, **shares)[1]
+        made = initialize._accumulating(options, CONFIG, CONTEXT)
+        assert made is options and getattr(made, "micro_batches", None) in (expected, 1)
+
+
+@pytest.mark.parametrize("method", ["adasum", "adascale"])
+def test_all_ranks_of_a_synchronous_method_draw_from_one_shard(
+    initialize: Any, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    did = list[Any]()
+    for name in ("set_environment_without_launcher", "_init_distributed"):
+        monkeypatch.setattr(initialize, name, noting(did, name))
+    monkeypatch.setattr(initialize, "SingleRankGroups", noting(did, "groups", "groups"))
+    monkeypatch.setattr(initialize.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(initialize.dist, "get_rank", lambda: 2)
+    monkeypatch.setattr(initialize, "GroupPosition", lambda engine: ("position", engine))
+    _, options = given(method)
+    for data, sizes in ((Numbers(45), [45]), (None, [])):
+        engine = MagicMock()
+        arguments = arguments_of(engine, data)
+        found = initialize._initialize_synchronous(arguments, options, SIZES | {"train_batch_size": 30})
+        assert found == (engine, "optimizer", arguments.make_loader.return_value, "schedule")
+        assert engine.kind is {"adasum": initialize.AdasumEngine, "adascale": initialize.AdaScaleEngine}[method]
+        engine.set_up.assert_called_once_with(options)
+        config = SIZES | {"train_batch_size": 10 if method == "adasum" else 30}
+        arguments.make_engine.assert_called_once_with(config, **({"mpu": "groups"} if method == "adasum" else {}))
+        ((*passed, join, own), _) = arguments.make_loader.call_args
+        assert (passed, join(), own) == ([engine, sizes, options, (2, 3)], ("position", engine), config)
+    begun = ["set_environment_without_launcher", "_init_distributed", *["groups"] * (method == "adasum")]
+    assert did == begun * 2
+
+
+@pytest.mark.parametrize(("ranks", "mpu", "said"), [(1, None, "this run has one"), (3, "own", "mpu= is not supported")])
+def test_adasum_is_for_several_ranks_with_the_whole_model(
+    initialize: Any, monkeypatch: pytest.MonkeyPatch, ranks: int, mpu: object, said: str
+) -> None:
+    monkeypatch.setattr(initialize, "set_environment_without_launcher", lambda: None)
+    monkeypatch.setattr(initialize.dist, "get_world_size", lambda: ranks)
+    arguments = arguments_of(MagicMock())
+    arguments.others["mpu"] = mpu
+    with pytest.raises(ConfigurationError, match=said):
+        initialize._initialize_synchronous(arguments, given("adasum")[1], SIZES)
+
+
+@pytest.mark.parametrize("method", ["adasum", "hybrid_async", "local_sgd"])
+def test_a_configuration_is_checked_before_anything_is_made(
+    initialize: Any, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    did = list[Any]()
+    for name in ("_initialize_synchronous", "_initialize_asynchronous"):
+        monkeypatch.setattr(initialize, name, noting(did, name, "made"))
+    monkeypatch.setattr(initialize, "check_guard", noting(did, "guards"))
+    for name in ("check", "check_group"):
+        monkeypatch.setattr(initialize.configuration, name, noting(did, name))
+    arguments = arguments_of(MagicMock())
+    arguments.check.side_effect = lambda *given, **named: did.append((given, named))
+    ours = {"method": method, "run_dir": "runs/x"}
+    assert initialize._initialize(arguments, {"train_batch_size": 4, "async_training": ours}) == "made"
+    section, options = given(method)
+    plain, served = {"train_batch_size": 4}, {"in_the_server": method == "hybrid_async"}
+    checked = ["guards", ("check", plain, options, section, "file.json"), ((plain,), served)]
+    if method == "adasum":
+        grouped = ("check_group", section, method, "file.json")
+        assert did == [*checked, grouped, ("_initialize_synchronous", arguments, options, plain)]
+    else:
+        assert did == [*checked, ("_initialize_asynchronous", arguments, options, section, plain)]
 
 
 def test_a_loader_has_the_batches_of_this_rank_and_the_counts_of_the_engine() -> None:

@@ -19,24 +19,7 @@ from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.local_sgd import LocalEngine
 from fairseq_async.errors import ExchangeError, RefusedError
 from fairseq_async.worker.start.context import WorkerContext
-
-
-def bare(kind: Any = AsyncEngine, **attributes: Any) -> Any:
-    """An engine with these attributes alone."""
-    engine = kind.__new__(kind)
-    nn.Module.__init__(engine)
-    vars(engine).update(attributes)
-    return engine
-
-
-def noting(did: list[Any], name: str, answer: object = None) -> Any:
-    """A function that notes its name, and what it is given."""
-
-    def note(*given: object, **named: object) -> object:
-        did.append((name, *given, *named.items()) if given or named else name)
-        return answer
-
-    return note
+from tests.helpers.bare_engines import bare, noting
 
 
 @pytest.mark.parametrize("began", [False, True])
@@ -50,7 +33,7 @@ def test_passes_that_train_are_those_of_a_model_in_training_whose_run_goes_on(
     worker = SimpleNamespace(batches=batches, finished=what == "after the end")
     loop = SimpleNamespace(began=float(began), begin_step=noting(did, "begins"))
     watch = SimpleNamespace(count_pass=noting(did, "counts", True))
-    engine = bare(async_worker=worker, loop=loop, _loop_watch=watch, _check_loop=noting(did, "checks"))
+    engine = bare(AsyncEngine, async_worker=worker, loop=loop, _loop_watch=watch, _check_loop=noting(did, "checks"))
     vars(engine)["join_run"] = noting(did, "joins")
     vars(engine)["module"] = nn.Linear(1, 1).train(what != "evaluates")
     with torch.set_grad_enabled(what != "without gradients"):
@@ -61,7 +44,7 @@ def test_passes_that_train_are_those_of_a_model_in_training_whose_run_goes_on(
 
 def test_a_run_is_joined_once_with_what_the_script_has_loaded_before() -> None:
     did, worker = list[Any](), SimpleNamespace(joined=False)
-    engine = bare(async_worker=worker, _followed=SimpleNamespace(begin=noting(did, "begins")))
+    engine = bare(AsyncEngine, async_worker=worker, _followed=SimpleNamespace(begin=noting(did, "begins")))
     for name in ("_check_loop", "_check_masters", "_join"):
         vars(engine)[name] = noting(did, name)
     assert engine.join_run() is worker and did == ["_check_loop", "begins", "_check_masters", ("_join", None)]
@@ -90,7 +73,7 @@ def test_a_model_that_is_trained_beside_the_run_is_one_line(
     stepped: bool | None,
 ) -> None:
     watch = SimpleNamespace(trained_before=lambda: before, trained_without_step=lambda: without, has_stepped=stepped)
-    engine = bare(async_worker=SimpleNamespace(joined=joined, finished=finished), _loop_watch=watch)
+    engine = bare(AsyncEngine, async_worker=SimpleNamespace(joined=joined, finished=finished), _loop_watch=watch)
     check = engine._check_loop if stepped is None else engine.check_at_exit
     if not said or stepped:
         return check()
@@ -104,7 +87,7 @@ def test_backward_is_within_the_run_and_its_loss_stays_what_it_was(
 ) -> None:
     """With CUDA graphs the next step writes its loss into the same memory."""
     monkeypatch.setattr(DeepSpeedEngine, "backward", lambda engine, loss, *given, **named: (loss, given, named))
-    engine, loss = bare(async_worker=SimpleNamespace(joined=True)), torch.tensor(0.5, requires_grad=True)
+    engine, loss = bare(AsyncEngine, async_worker=SimpleNamespace(joined=True)), torch.tensor(0.5, requires_grad=True)
     assert engine.backward(loss, 1, retain=2) == (loss, (1,), {"retain": 2})
     with torch.no_grad():
         loss.fill_(9.0)
@@ -120,7 +103,7 @@ def test_a_step_is_seen_and_takes_no_arguments_of_a_schedule(
 ) -> None:
     did = list[Any]()
     monkeypatch.setattr(DeepSpeedEngine, "step", lambda engine, *given: did.append(("steps", *given)))
-    engine = bare(_loop_watch=SimpleNamespace(step=noting(did, "is seen")))
+    engine = bare(AsyncEngine, _loop_watch=SimpleNamespace(step=noting(did, "is seen")))
     engine.step({})
     assert did == ["is seen", ("steps",)]
     with pytest.raises(SystemExit):
@@ -132,7 +115,7 @@ def test_a_hundred_steps_in_a_row_without_a_gradient_end_the_process(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Warned of at the first one; a step with a gradient between them begins another row."""
-    engine = bare(global_steps=7, _without_gradient=range(0))
+    engine = bare(AsyncEngine, global_steps=7, _without_gradient=range(0))
     vars(engine)["_skip_step"] = lambda: setattr(engine, "global_steps", engine.global_steps + 1)
     for _ in range(99):
         engine._skip_without_gradient()
@@ -149,7 +132,7 @@ def test_a_hundred_steps_in_a_row_without_a_gradient_end_the_process(
 def test_a_step_that_is_left_out_counts_as_deepspeeds_do(monkeypatch: pytest.MonkeyPatch) -> None:
     did, weight = list[Any](), Parameter(torch.zeros(1))
     monkeypatch.setattr(module, "count_step", lambda engine, applied: did.append(applied))
-    engine = bare(optimizer=SimpleNamespace(zero_grad=noting(did, "masters")), skipped_steps=3)
+    engine = bare(AsyncEngine, optimizer=SimpleNamespace(zero_grad=noting(did, "masters")), skipped_steps=3)
     vars(engine)["zero_grad"] = noting(did, "parameters")
     engine.weight = weight
     engine._skip_step()
@@ -157,7 +140,7 @@ def test_a_step_that_is_left_out_counts_as_deepspeeds_do(monkeypatch: pytest.Mon
 
 
 def test_steps_after_the_end_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    engine = bare(async_worker=SimpleNamespace(finished=False), _warned_of_end=False)
+    engine = bare(AsyncEngine, async_worker=SimpleNamespace(finished=False), _warned_of_end=False)
     with caplog.at_level(logging.WARNING, logger=module.__name__):
         assert not engine._is_past_the_end() and not caplog.records
         engine.async_worker.finished = True
@@ -169,7 +152,7 @@ def test_the_figures_of_an_exchange_are_a_monitors_over_samples(enabled: bool) -
     written = list[object]()
     monitor = SimpleNamespace(enabled=enabled, write_events=written.append)
     figures = {"norm": 2.5, "staleness": 3}
-    bare(monitor=monitor, global_samples=48, async_worker=SimpleNamespace(last=figures))._log()
+    bare(AsyncEngine, monitor=monitor, global_samples=48, async_worker=SimpleNamespace(last=figures))._log()
     assert written == ([[("Async/norm", 2.5, 48), ("Async/staleness", 3, 48)]] if enabled else [])
 
 
@@ -179,7 +162,7 @@ def test_a_worker_ends_its_part_or_the_run_of_all(worker: int, for_all: bool) ->
     did = list[Any]()
     client = SimpleNamespace(leave=noting(did, "leaves"))
     side = SimpleNamespace(joined=True, finished=False, client=client, await_end=noting(did, "waits"))
-    engine = bare(async_worker=side, worker=worker, _has_left=False)
+    engine = bare(AsyncEngine, async_worker=side, worker=worker, _has_left=False)
     for name in ("_check_loop", "pull", "_keep_server_state"):
         vars(engine)[name] = noting(did, name)
     engine.end(for_all)
@@ -201,7 +184,9 @@ def test_the_servers_state_at_the_end_is_written_by_one_rank_and_a_failure_is_a_
     did, path = list[Any](), tmp_path / "of a script" / "state"
     monkeypatch.setattr(module.atexit, "register", noting(did, "registers"))
     client = SimpleNamespace(save_state=fail_to_save)
-    engine = bare(async_worker=SimpleNamespace(client=client), context=SimpleNamespace(rank=rank), _state_at_end=path)
+    engine = bare(
+        AsyncEngine, async_worker=SimpleNamespace(client=client), context=SimpleNamespace(rank=rank), _state_at_end=path
+    )
     for _ in range(2):
         did.clear()
         with caplog.at_level(logging.WARNING, logger=module.__name__):
@@ -236,7 +221,7 @@ def test_each_worker_saves_its_engine_and_worker_0_the_servers_state_beside_it(
 
     monkeypatch.setattr(DeepSpeedEngine, "save_checkpoint", save)
     side = SimpleNamespace(joined=joined, settle=noting(did, "settles"), compressor_state=lambda: compressor)
-    engine = bare(async_worker=side, worker=worker, context=SimpleNamespace(rank=rank), global_steps=7)
+    engine = bare(AsyncEngine, async_worker=side, worker=worker, context=SimpleNamespace(rank=rank), global_steps=7)
     engine._followed = SimpleNamespace(state_dict=lambda: {"begins_at": 4})
     for name in ("_check_loop", "_save_server_state"):
         vars(engine)[name] = noting(did, name)
@@ -252,7 +237,7 @@ def test_each_worker_saves_its_engine_and_worker_0_the_servers_state_beside_it(
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("missing", [False, True])
 def test_the_servers_state_of_the_end_is_copied_by_one_rank(tmp_path: Path, rank: int, missing: bool) -> None:
-    engine = bare(_has_left=True, context=SimpleNamespace(rank=rank), _state_at_end=tmp_path / "state")
+    engine = bare(AsyncEngine, _has_left=True, context=SimpleNamespace(rank=rank), _state_at_end=tmp_path / "state")
     (tmp_path / "state").write_text("the server's state")
     file = tmp_path / ("none/copy" if missing else "copy")
     with pytest.raises(RefusedError, match=f"cannot be written to {file}: ") if missing and not rank else nullcontext():
@@ -271,7 +256,11 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> Any:
     did = list[Any]()
     side = SimpleNamespace(joined=False, finished=False)
     engine = bare(
-        did=did, async_worker=side, worker=0, loaded=("run/tag/model.pt", {"epoch": 3, "async_begins": BEGINS})
+        AsyncEngine,
+        did=did,
+        async_worker=side,
+        worker=0,
+        loaded=("run/tag/model.pt", {"epoch": 3, "async_begins": BEGINS}),
     )
     engine.state = STATE
 
@@ -349,14 +338,14 @@ def test_what_compressed_updates_left_is_that_of_the_checkpoint(
     did, folder = list[Any](), tmp_path / "checkpoint" / "tag"
     folder.mkdir(parents=True)
     torch.save({"unsent": 5}, folder / "async_compressor.pt")
-    engine = bare(async_worker=SimpleNamespace(restore_compressor=did.append))
+    engine = bare(AsyncEngine, async_worker=SimpleNamespace(restore_compressor=did.append))
     engine._restore_compressor(path and str(tmp_path / path))
     assert did == [{"unsent": 5}] * restores
 
 
 def test_what_a_pull_brings_is_no_change_of_the_scripts() -> None:
     did = list[Any]()
-    engine = bare(_loop_watch=SimpleNamespace(begin_again=noting(did, "begins again")))
+    engine = bare(AsyncEngine, _loop_watch=SimpleNamespace(begin_again=noting(did, "begins again")))
     vars(engine)["_check_loop"] = noting(did, "checks")
     vars(engine)["join_run"] = noting(did, "joins", SimpleNamespace(catch_up=noting(did, "pulls")))
     engine.pull()
@@ -367,7 +356,7 @@ def test_what_a_pull_brings_is_no_change_of_the_scripts() -> None:
 def test_a_worker_joins_with_the_state_of_a_checkpoint_or_what_its_optimizer_brings(state: Path | None) -> None:
     did = list[Any]()
     loop = SimpleNamespace(join=lambda spec, brought, run_dir: did.append((spec, brought(), run_dir)))
-    engine = bare(spec="spec", loop=loop, _state_at_end=Path("run/state"), _loop_watch=SimpleNamespace())
+    engine = bare(AsyncEngine, spec="spec", loop=loop, _state_at_end=Path("run/state"), _loop_watch=SimpleNamespace())
     engine._loop_watch.join = noting(did, "begins")
     for name, answer in (("_state_brought", "brought"), ("_set_learning_rates", None)):
         vars(engine)[name] = noting(did, name, answer)
@@ -514,7 +503,9 @@ def test_an_engine_that_is_set_up_is_in_no_step_and_sees_those_of_others(
     given = list[Any]()
     monkeypatch.setattr(module, "refuse_other_steps", lambda *each: given.extend(each))
     optimizer = SGD((model := nn.Linear(2, 1)).parameters(), lr=0.5)
-    engine = bare(optimizer=optimizer, lr_scheduler=None, zero_optimization_partition_weights=lambda: False)
+    engine = bare(
+        AsyncEngine, optimizer=optimizer, lr_scheduler=None, zero_optimization_partition_weights=lambda: False
+    )
     vars(engine)["module"] = model
     worker, context = SimpleNamespace(finished=False, joined=True), WorkerContext(worker=2, workers=3)
     engine.set_up(worker, "spec", context, Path("run"))
