@@ -128,3 +128,52 @@ def test_data_and_sampler_are_told_the_pass_whose_batches_are_dealt(module: Any)
     batches = import_module("fairseq_async.pytorch.trainer.dealt")._Batches(loader, workers=2, micro_batches=2)
     assert [batches[0, number][1] for number in (0, 3, 4, 5)] == [[0], None, [0], [2]]
     assert data.passes == order.passes == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "epochs_trained", "trained"), [("checkpoint-3", 1, 3), (None, 1, -1), ("checkpoint-3", 0, -1)]
+)
+def test_an_epoch_of_dealt_batches_is_the_pass_that_the_server_deals(
+    module: Any, monkeypatch: pytest.MonkeyPatch, resumed: str | None, epochs_trained: int, trained: int
+) -> None:
+    """Only the first one of a run that goes on is one that the Trainer has begun before. Nothing ends it but its last
+    gradient, and batches that stand in for empty ones are known as such."""
+    dealt = SimpleNamespace(begin_pass=lambda: 3, draw=lambda: ([7, 8], True))
+    made = list[tuple[Any, ...]]()
+    monkeypatch.setattr(module, "can_be_dealt", lambda loader, workers: (loader, workers) == ("loader", 2))
+    monkeypatch.setattr(module, "DealtBatches", lambda *given: (made.append(given), dealt)[1])
+    trainer, worker = trainer_of(module), worker_of(drawn=25)
+    accumulation = module.Accumulation(trainer, worker)
+    for _ in range(2):
+        trainer._run_epoch(
+            train_dataloader="loader",
+            steps_in_epoch=10,
+            resume_from_checkpoint=resumed,
+            epoch=1,
+            epochs_trained=epochs_trained,
+            steps_trained_in_current_epoch=5,
+        )
+    given = trainer.epochs[-1]
+    assert (given["epoch"], given["epochs_trained"], given["steps_trained_in_current_epoch"]) == (3, trained, 0)
+    assert given["steps_in_epoch"] == given["num_update_steps_per_epoch"] == sys.maxsize
+    assert made == [("loader", worker, 4)] and not accumulation.stands_in
+    assert accumulation.draw(drawing, iter(()), "cpu") == ([7, 8], "cpu") and accumulation.stands_in
+    assert [position % trainer.args.gradient_accumulation_steps for position in (6, 7)] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens", "divided"),
+    [
+        ({"loss_is_scaled_for_ga": True}, 7, False),
+        ({"loss_is_scaled_for_ga": False}, 7, True),
+        ({"model_accepts_loss_kwargs": True}, 7, False),
+        ({"model_accepts_loss_kwargs": True}, None, True),
+        ({"model_accepts_loss_kwargs": False}, 7, True),
+        ({"model_accepts_loss_kwargs": False, "compute_loss_func": abs}, None, False),
+    ],
+)
+def test_a_trainer_divides_losses_by_the_number_of_micro_batches_unless_they_are_parts_of_a_mean(
+    module: Any, given: dict[str, Any], tokens: int | None, divided: bool
+) -> None:
+    trainer = SimpleNamespace(**{"compute_loss_func": None} | given)
+    assert module.is_divided_by_micro_batches(trainer, tokens) is divided

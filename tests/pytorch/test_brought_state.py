@@ -16,7 +16,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 from fairseq_async.algorithms.rule import State
 from fairseq_async.environment import PLUGINS
 from fairseq_async.pytorch import HybridAsync
-from fairseq_async.pytorch.brought_state import check_brought, checksum_of_moments, warn_of_missing_moments
+from fairseq_async.pytorch.brought_state import (
+    check_brought,
+    checksum_of_moments,
+    note_end_of_run,
+    warn_of_missing_moments,
+    warn_of_run_before,
+)
 from fairseq_async.server.programs import gradient_main
 from fairseq_async.worker.start.context import WorkerContext
 from tests.helpers.thread_workers import ThreadWorkers
@@ -283,3 +289,15 @@ def test_an_optimizer_that_has_its_moments_is_saved_without_a_word(capsys: pytes
             optimizer.step()
         optimizer.state_dict(), optimizer.state_dict()
         assert capsys.readouterr().err.count("Adam.state_dict() has no moments") == warnings
+
+
+def test_an_optimizer_that_has_stepped_since_a_run_has_moments_and_no_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    net = Net()
+    optimizer = Adam(net.parameters(), lr=0.01)
+    note_end_of_run(optimizer)
+    for said in (True, False):
+        warn_of_run_before(optimizer)
+        assert ("warning: Adam begins anew" in capsys.readouterr().err) is said
+        train(net, optimizer, 0, 1)

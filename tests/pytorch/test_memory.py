@@ -17,7 +17,13 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
-from fairseq_async.pytorch.parameters import check_memory, l2_norm
+from fairseq_async.pytorch.parameters import (
+    check_exchanged,
+    check_memory,
+    check_optimizers,
+    l2_norm,
+    note_untrained,
+)
 from fairseq_async.server.programs import gradient_main, local_sgd_main
 from fairseq_async.worker import loop
 from fairseq_async.worker.replica import TensorReplica
@@ -76,6 +82,35 @@ def test_the_norm_of_gradients_in_half_precision_is_that_in_fp32() -> None:
     """In float16 it would be infinite, and the step left out."""
     large = torch.full((100,), 1e4)
     assert l2_norm([large.half(), large.bfloat16().fill_(0.0)]) == pytest.approx(l2_norm([large])) == pytest.approx(1e5)
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_the_buffers_of_a_worker_that_brings_a_state_are_not_compared(restored: bool) -> None:
+    """Training has changed them. What is frozen is as it was."""
+    net = nn.Linear(2, 2)
+    net.register_buffer("table", torch.ones(3))
+    worker: Any = SimpleNamespace(details=SimpleNamespace(buffers="", unsaved={}))
+    worker.replica = TensorReplica([("weight", net.weight)])
+    note_untrained(worker, net, {id(net.weight)}, restored)
+    assert worker.details.untrained and bool(worker.details.buffers) is not restored
+
+
+def test_a_gradient_that_was_left_in_a_frozen_layer_is_none() -> None:
+    net = nn.Linear(2, 2)
+    net(torch.ones(2)).sum().backward()
+    with pytest.raises(ConfigurationError, match="bias has a gradient and is not exchanged"):
+        check_exchanged(net, {id(net.weight)}, "remedy")
+    net.bias.requires_grad_(False)
+    check_exchanged(net, {id(net.weight)}, "remedy")
+
+
+def test_the_ranks_of_a_worker_may_divide_a_step_among_themselves() -> None:
+    class ZeroRedundancyOptimizer(SGD): ...
+
+    optimizer = ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), lr=0.1)
+    check_optimizers([optimizer], ranks=2)
+    with pytest.raises(ConfigurationError, match="optimizer is a ZeroRedundancyOptimizer, which divides each step"):
+        check_optimizers([optimizer], ranks=1)
 
 
 def test_a_process_that_was_forked_from_a_worker_ends_without_it() -> None:

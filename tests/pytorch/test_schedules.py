@@ -447,3 +447,19 @@ def test_a_worker_that_joins_late_has_its_schedulers_own_first_rates_unless_that
     schedule.join(3.0)
     schedule.follow(3.0 - 1e-9)  # as parts of steps may add up
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.8 * 0.5 ** (taken + 3))
+
+
+@pytest.mark.parametrize(
+    ("workers", "total_steps", "of_trainer", "checked"),
+    [(3, 6, False, [1.5]), (1, 6, False, []), (3, 0, False, []), (3, 6, True, [])],
+)
+def test_the_rates_of_a_loop_are_watched_where_workers_have_steps_of_their_own_and_a_run_that_ends(
+    workers: int, total_steps: int, of_trainer: bool, checked: list[float]
+) -> None:
+    """A ``Trainer`` has a schedule that follows the run; a run without an end has no last step."""
+    optimizer, seen = SGD([nn.Parameter(torch.zeros(1))], lr=0.1), list[float]()
+    run: Any = SimpleNamespace(workers=workers, of_trainer=of_trainer, _schedules={})
+    run.options, run.async_worker = SimpleNamespace(total_steps=total_steps), SimpleNamespace(total_progress=1.5)
+    run._own_rates = {id(optimizer): SimpleNamespace(check=seen.append)}
+    AsyncLocalSGD._check_schedule(run, optimizer)
+    assert seen == checked

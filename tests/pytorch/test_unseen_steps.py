@@ -14,6 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
+from fairseq_async.pytorch.steps import OtherOptimizers
 from fairseq_async.server.programs import gradient_main, local_sgd_main
 from tests.helpers.plain_loop import AS_IT_IS, STEPS, backward, flat, net
 from tests.helpers.thread_workers import ThreadWorkers
@@ -413,3 +414,17 @@ def test_an_optimizer_may_be_copied_in_the_block_and_its_copy_does_not_step(
 
     workers(1, gradient_main.build).run(train)
     assert STATE.replace("loaded or cleared", "read") in capfd.readouterr().err
+
+
+def test_a_step_within_a_step_ends_with_the_outer_one() -> None:
+    """Another optimizer that a wrapper calls after it is still the wrapper's."""
+    parameter = nn.Parameter(torch.zeros(2))
+    outer, inner, third = (SGD([parameter], lr=0.1) for _ in range(3))
+    hook = OtherOptimizers([outer, inner], [("theta", parameter)], workers=2, of_trainer=False)
+    hook(outer, (), {})
+    hook(inner, (), {})
+    hook.after(inner, (), {})
+    hook(third, (), {})
+    hook.after(outer, (), {})
+    with pytest.raises(SystemExit):
+        hook(third, (), {})
