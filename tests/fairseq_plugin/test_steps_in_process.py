@@ -8,9 +8,11 @@ import pytest
 import torch
 from fairseq.distributed import utils
 from fairseq.logging import metrics
+from fairseq.trainer import Trainer
 from torch.nn import Parameter
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.fairseq_plugin.compat.dealt import DealtEpochs
 from tests.helpers.fairseq_trainers import HYBRID, LOCAL, Trainers, saved_updates, step
 from tests.helpers.run_files import events
 
@@ -168,3 +170,65 @@ def test_a_file_that_cannot_be_read_ends_a_worker_but_in_a_run_that_is_going_on(
     else:
         with pytest.raises(ConfigurationError, match="checkpoint.pt is no checkpoint that can be read"):
             again.load_checkpoint(str(path))
+
+
+def test_a_rank_without_a_batch_is_no_dummy_where_another_rank_of_its_worker_has_one(trainers: Trainers) -> None:
+    trainer = trainers.join(HYBRID)
+    for size, drawn, loss in ((3.0, 2.0, 1.5), (0.0, 0.0, 0.0)):
+        trainer.optimizer.dummy = bool(drawn)
+        trainer._take_sums(size, drawn, loss)
+        assert (trainer._drawn, trainer.optimizer.dummy) == (drawn, not drawn)
+        assert (trainer.optimizer.tokens, trainer.optimizer.losses) == ([size], [loss])
+
+
+@pytest.mark.parametrize("deals", [False, True])
+def test_the_batches_of_all_workers_steps_are_dealt_in_fairseqs_order(trainers: Trainers, deals: bool) -> None:
+    """Where fairseq's loop can take them so: 32 in steps of 3 workers with 5 each, the first two passes unshuffled."""
+    flags = "--optimizer hybrid_async --shares auto --update-freq 5 --batch-size 1 --curriculum 2"
+    trainer = trainers.make(flags, workers=3)
+    trainer.session.can_deal = deals
+    trainer.load_checkpoint("none.pt")
+    epochs = trainer.get_train_iterator(1)
+    assert isinstance(epochs, DealtEpochs) is deals
+    if deals:
+        batches = epochs.next_epoch_itr()
+        assert len(epochs) == 3 * 5 and [next(batches)[0]["id"].tolist() for _ in range(3)] == [[0], [3], [6]]
+
+
+def test_while_the_batches_of_a_step_are_drawn_no_time_ends_the_training(trainers: Trainers) -> None:
+    trainer, times = (
+        trainers.join("--optimizer hybrid_async --shares auto --update-freq 3 --batch-size 2"),
+        list[float](),
+    )
+    trainers.patch.setattr(Trainer, "cumulative_training_time", lambda _: 7.0)
+    for _ in range(6):
+        step(trainer)
+        times.append(trainer.cumulative_training_time())
+    assert times == [0.0, 0.0, 7.0] * 2
+
+
+def test_a_run_that_its_server_takes_back_takes_no_worker_of_local_sgd_back(trainers: Trainers) -> None:
+    """Nor does the mean of all workers, where another has had fewer steps."""
+    trainer, seen = trainers.join(LOCAL), list[int]()
+    for progress in (6.5, 3.0, 7.0):
+        trainers.patch.setattr(type(trainer.worker), "run_progress", progress)
+        trainer.set_num_updates(0)
+        seen.append(trainer.get_num_updates())
+    assert seen == [6, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("flags", "workers", "is_enough"),
+    [("--updates-per-step 1", 4, True), ("--updates-per-step 1", 5, False), ("--barrier", 5, True)],
+)
+def test_each_worker_needs_a_batch_where_nobody_waits_for_it(
+    trainers: Trainers, flags: str, workers: int, is_enough: bool
+) -> None:
+    """There are four batches. With a barrier a worker without one sends a gradient without weight."""
+    trainer = trainers.make(f"--optimizer hybrid_async {flags} --batch-size 8", workers=workers)
+    assert trainer.optimizer
+    if is_enough:
+        trainer.get_train_iterator(1)
+    else:
+        with pytest.raises(ConfigurationError, match="the training set has 4 batches for 5 workers"):
+            trainer.get_train_iterator(1)

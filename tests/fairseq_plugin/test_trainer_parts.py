@@ -406,10 +406,15 @@ def test_an_island_saves_nothing_from_amid_a_step_where_its_ranks_cannot_fetch_t
 
 @pytest.mark.parametrize(
     ("place", "given", "own_part"),
-    [({}, "restore_file", True), ({}, "finetune_from_model", False), ({DEALT: True}, "restore_file", False)],
+    [
+        ({}, {}, True),
+        ({}, {"reset_dataloader": True}, False),
+        ({}, {"finetune_from_model": True}, False),
+        ({DEALT: True}, {}, False),
+    ],
 )
 def test_a_run_that_goes_on_keeps_its_workers_parts_or_is_dealt_as_before_and_a_tuning_of_it_is_dealt(
-    trainers: Trainers, tmp_path: Path, place: dict[str, bool], given: str, own_part: bool
+    trainers: Trainers, tmp_path: Path, place: dict[str, bool], given: dict[str, bool], own_part: bool
 ) -> None:
     before = trainers.join(HYBRID)
     position = before.position()
@@ -417,7 +422,8 @@ def test_a_run_that_goes_on_keeps_its_workers_parts_or_is_dealt_as_before_and_a_
     step(before)
     saved_updates(before, path := tmp_path / "checkpoint.pt")
     trainers.next_run()
-    trainer = trainers.join(SHARES, **{given: path})
+    file = "finetune_from_model" if "finetune_from_model" in given else "restore_file"
+    trainer = trainers.join(SHARES, **given | {file: path})
     assert trainer.worker.first_micro_batch is not None and trainer._own_part is own_part
 
 

@@ -231,3 +231,17 @@ def test_a_training_begins_with_the_runs_end_its_own_checkpoint_and_a_schedule_t
     follows = "scheduler" if ends == 18 else anew.return_value
     did.RunSchedule.assert_called_once_with(follows, "optimizer", "the worker side", ends, step > 0, "scheduler")
     assert did.trainer.lr_scheduler == did.RunSchedule.return_value
+
+
+@pytest.mark.parametrize("divides", [False, True])
+def test_the_plan_is_of_the_steps_that_the_option_says_and_of_as_many_parts_as_workers(
+    module: Any, monkeypatch: pytest.MonkeyPatch, divides: bool
+) -> None:
+    callback = callback_of(module, monkeypatch, total_steps=30)
+    if divides:
+        assert callback.workers == 3
+    follows = MagicMock()
+    monkeypatch.setattr(module, "FollowRun", follows)
+    plan = callback.follow("trainer", "plan", "loader")
+    follows.return_value.plan.assert_called_once_with("plan", "loader", 30, 3, divides)
+    assert plan == follows.return_value.plan.return_value and callback._trainer == "trainer"
