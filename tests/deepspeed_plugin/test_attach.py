@@ -258,3 +258,66 @@ def test_a_trainer_joins_at_its_beginning_and_ends_its_part_at_its_end(
     flow.on_train_begin("args", "state", "control", lr_scheduler=SimpleNamespace(step=lambda: did.append("rates")))
     flow.on_train_end("args", "state", "control")
     assert did == ["joins", ("begins", 0), "on_train_begin", "rates", "on_train_end", "ends"]
+
+
+def test_a_mistake_in_the_section_is_one_line_that_names_the_file_and_its_key(
+    module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any world is entered; a number of steps is checked where the script gives one."""
+    monkeypatch.setattr(module, "enter_world", lambda ranks: pytest.fail("a world was entered"))
+    (tmp_path / "ds.json").write_text(json.dumps({"async_training": {"total_steps": -1}}))
+    for given, name in ((str(tmp_path / "ds.json"), str(tmp_path / "ds.json")), ({"async_training": 3}, "config")):
+        with pytest.raises(SystemExit):
+            module._enter_world(given)
+        said = capsys.readouterr().err
+        assert said.startswith(f"fairseq-async: error: {name}") and ('"total_steps"' in said or "no section" in said)
+
+
+@pytest.mark.parametrize("own", [None, "own.json"])
+def test_a_trainers_world_is_entered_before_it_makes_its_arguments(
+    module: Any, monkeypatch: pytest.MonkeyPatch, own: str | None
+) -> None:
+    did = list[Any]()
+    monkeypatch.setattr(module, "_enter_world", did.append)
+    monkeypatch.setattr(module, "_launched_with", lambda: "launched.json")
+    arguments = SimpleNamespace(deepspeed=own)
+    module._make_arguments(did.append, arguments)
+    assert did == [own or "launched.json", arguments]
+
+
+def test_deepspeeds_own_engine_of_our_section_is_one_line(module: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    did, made = list[Any](), SimpleNamespace(_param_dict={"train_batch_size": 4})
+    module._check_configuration(lambda *given, **named: did.append((given, named)), made, "ds.json", mpu="own")
+    assert did == [((made, "ds.json"), {"mpu": "own"})]
+    made._param_dict["async_training"] = {}
+    with pytest.raises(SystemExit):
+        module._check_configuration(lambda *given: None, made)
+    assert "deepspeed.initialize was imported before attach was called" in capsys.readouterr().err
+
+
+def test_attach_replaces_each_function_once(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped, divided, own = (
+        list[Any](),
+        list[Any](),
+        type("TrainingArguments", (), {"process_index": property(lambda _: 1)}),
+    )
+    monkeypatch.setattr(module, "TrainingArguments", own)
+    monkeypatch.setattr(module, "wrap", lambda owner, name, around: wrapped.append((owner.__name__, name, around)))
+    monkeypatch.setattr(module, "Division", lambda place: divided.append(place))
+    monkeypatch.setattr(module.deepspeed, "initialize", module._deepspeed_initialize)
+    enter(module, monkeypatch, WorkerContext(worker=2, workers=3, rank=1, island_size=4))
+    for _ in range(2):
+        module.attach()
+        assert module.deepspeed.initialize is module._initialize
+    assert wrapped == [
+        ("TrainingArguments", "__post_init__", module._make_arguments),
+        ("DeepSpeedPlugin", "__post_init__", module._make_plugin),
+        ("DeepSpeedConfig", "__init__", module._check_configuration),
+        ("Accelerator", "prepare", module._prepare),
+        ("HfTrainerDeepSpeedConfig", "trainer_config_finalize", module._complete_configuration),
+        ("Trainer", "set_initial_training_values", module._plan_training),
+        ("Trainer", "_load_best_model", module._load_best_model),
+    ]
+    assert divided == [module._place] and own().process_index == 9
+    enter(module, monkeypatch, None)
+    assert own().process_index == 1

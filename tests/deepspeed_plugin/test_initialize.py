@@ -243,3 +243,16 @@ def test_a_loader_has_the_batches_of_this_rank_and_the_counts_of_the_engine() ->
     assert (made.endless, made._trained(), made.join(), len(made)) == (False, 35, position, 45 // (2 * 4 * 3))
     without = Arguments(None, None, None, None, {}, "file.json")
     assert without.make_loader(engine, [], options, (1, 4), lambda: position, {}) is None
+
+
+def test_an_engine_that_lacks_what_a_method_needs_keeps_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("fairseq_async.deepspeed_plugin.initialize")
+    checked = list[object]()
+    engine: Any = type("Engine", (), {})()
+    monkeypatch.setattr(module, "check_attributes", checked.append)
+    kind = type("Other", (), {})
+    assert module._change_class(engine, kind) is engine and type(engine) is kind and checked == [engine]
+    monkeypatch.setattr(module, "check_attributes", MagicMock(side_effect=ConfigurationError("lacks")))
+    with pytest.raises(ConfigurationError, match="lacks"):
+        module._change_class(engine, type("Third", (), {}))
+    assert type(engine) is kind
