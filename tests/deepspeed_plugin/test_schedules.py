@@ -203,3 +203,47 @@ def test_a_schedule_in_the_server_goes_on_from_where_it_was() -> None:
     assert second.state_dict() != first.state_dict()
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
+
+
+def test_a_section_names_one_of_deepspeeds_schedules_with_arguments_or_without() -> None:
+    assert not schedules.is_deepspeeds(None) and not schedules.is_deepspeeds({"type": "CosineAnnealingLR"})
+    assert type(schedules.build({"type": "WarmupLR"}, optimizer())) is WarmupLR
+    with pytest.raises(ConfigurationError, match='"params" is 3: it must be an object'):
+        schedules.build({"type": "WarmupLR", "params": 3}, optimizer())
+
+
+def test_a_schedule_that_can_go_to_a_count_needs_no_table() -> None:
+    drawn = optimizer()
+    for schedule in (None, WarmupLR(drawn), LambdaLR(drawn, lambda step: 1.0)):
+        assert not schedules.needs_table(schedule)
+        assert schedules.FollowedSchedule(schedule, drawn, STEPS)._table is None
+    cosine = CosineAnnealingLR(drawn, STEPS)
+    assert schedules.needs_table(cosine) and schedules.FollowedSchedule(cosine, drawn)._table is None
+
+
+@pytest.mark.parametrize(("progress", "steps"), [(0.0, []), (0.75, []), (1.0, [0]), (3.75, [2])])
+def test_a_schedule_of_deepspeeds_is_set_to_the_whole_steps_before(progress: float, steps: list[int]) -> None:
+    """Which of the first step it has not taken yet."""
+    schedule, taken = WarmupLR(optimizer(), warmup_num_steps=4), list[object]()
+    schedule.step = taken.append
+    schedules.set_schedule(schedule, progress)
+    assert taken == steps and all(type(each) is int for each in taken)
+    schedules.set_schedule(None, progress)
+    of_torch = LambdaLR(optimizer(), lambda step: 1.0 / (1 + step))
+    schedules.set_schedule(of_torch, progress)
+    assert (of_torch.last_epoch, of_torch.get_last_lr()[0]) == (int(progress), 1.0 / (1 + int(progress)))
+    assert type(of_torch.last_epoch) is int
+
+
+@pytest.mark.parametrize("progress", [0, 3])
+def test_a_schedule_that_a_table_stands_for_shows_its_rates(progress: int) -> None:
+    """Within the optimizer that ZeRO and fp16 wrap."""
+    drawn = optimizer()
+    schedule = CosineAnnealingLR(drawn, STEPS)
+    wrapper: Any = SimpleNamespace(optimizer=drawn, param_groups=drawn.param_groups)
+    followed = schedules.FollowedSchedule(schedule, wrapper, STEPS)
+    expected = tabulate(schedule, drawn, STEPS)[progress]
+    followed.follow(progress)
+    assert present_rates(drawn) == schedule.get_last_lr() == expected
+    for without in (None, object()):
+        schedules.show_rates(cast(Any, without), drawn)
