@@ -196,6 +196,12 @@ def test_the_last_batch_of_a_pass_is_left_out_where_the_configuration_says_so() 
     assert len(made) == len(list(made)) == 3
 
 
+def test_batches_are_made_by_the_scripts_function() -> None:
+    share = DataShare([3], 1, 3, 1, rank=0, ranks=1)
+    made = ShardedLoader(Numbers(3), share, 1, sorted, Position, False, Loading(), lambda: 0)  # type: ignore[arg-type]
+    assert list(made) == [[0, 1, 2]]
+
+
 def test_how_the_data_is_read_is_what_deepspeeds_keys_say() -> None:
     sampling = {"num_workers": 2, "pin_memory": True}
     config = {"data_efficiency": {"data_sampling": sampling}, "dataloader_drop_last": True}
