@@ -88,8 +88,9 @@ class HybridWorker(AsyncWorker):
         self._note(welcome.assignment)
         if self._average:
             drawn = (welcome.position or {}).get(DRAWN)
-            # one that the run did not have before begins where the others are, on average
-            self.drawn = drawn if isinstance(drawn, int) else int(self.progress) * self._average
+            # of one that the run did not have before, as many as of the others on average
+            gradients = self.sequence or int(self.progress)
+            self.drawn = drawn if isinstance(drawn, int) else gradients * self._average
 
     def take_state(self, server: State) -> None:
         """Takes parameters and progress from the server's whole state."""

@@ -185,6 +185,7 @@ def test_what_an_imported_library_prints_goes_to_the_log(tmp_path: Path, monkeyp
     process = ServerProcess(SGD_SERVER, 1, tmp_path / "run", tmp_path / "server.log")
     try:
         join(process, 0).leave(finished=True)
+        process.join(60.0)  # it writes what it has kept of its output when it ends, not when it is killed
     finally:
         process.stop()
     assert "a word from a library" in (tmp_path / "server.log").read_text()
