@@ -40,7 +40,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / each, folder / "tree")
     build("build_sdist", folder / "tree", folder)
     with tarfile.open(folder / f"{NAME}.tar.gz") as archive:
-        archive.extractall(folder / "sdist", filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has none
+        archive.extractall(folder / "sdist")
     build("build_wheel", folder / "sdist" / NAME, folder)
     return folder / f"{NAME}-py3-none-any.whl"
 

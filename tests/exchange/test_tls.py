@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -195,6 +196,27 @@ def test_who_speaks_plain_text_is_refused(
     with pytest.raises(ExchangeError, match=f"the server at {server.address} says nothing; does it need --tls?"):
         Client(LastingConnection(server.address, server.token, 0))
     assert server.service.refusals.counts["no introduction"] == 1
+
+
+@pytest.mark.parametrize("error", [ssl.SSLEOFError, ssl.SSLZeroReturnError])
+def test_a_peer_that_has_gone_amid_the_handshake_has_made_no_mistake(
+    server: ThreadServer, monkeypatch: pytest.MonkeyPatch, error: type[ssl.SSLError]
+) -> None:
+    """It may be a server that is started again: the worker is to try once more."""
+
+    def closed(*_: object, **__: object) -> None:
+        handshakes.append(True)
+        raise error
+
+    handshakes = list[bool]()
+    context = SimpleNamespace(wrap_socket=closed)
+    with socket.socket() as connection, pytest.raises(ExchangeError, match="a:1 closed the connection"):
+        tls.connected(context, connection, "a:1")  # type: ignore[arg-type]
+    monkeypatch.setattr(tls, "handshake", closed)
+    with socket.create_connection(address_of(server)) as stranger:
+        stranger.sendall(b"hello")
+        assert stranger.recv(1) == b"" and len(handshakes) == 2
+    assert not server.service.refusals.counts
 
 
 def test_who_only_asks_whether_somebody_listens_is_not_counted(server: ThreadServer, ours: Path) -> None:

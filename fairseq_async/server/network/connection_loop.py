@@ -160,7 +160,7 @@ class ConnectionLoop:
         """Goes on with the TLS handshake. Nothing is read from a peer before it has shown a certificate of ours."""
         try:
             peer.secured = tls.handshake(peer.channel.connection)
-        except (ssl.SSLEOFError, ConnectionError):  # it has gone again
+        except (*tls.CLOSED, ConnectionError):  # it has gone again
             self._close(peer)
         except OSError as error:
             self._listening.refusals.count("TLS", peer.name, tls.in_words(error))
