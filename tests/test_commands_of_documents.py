@@ -20,8 +20,9 @@ from pathlib import Path
 
 import pytest
 
+from fairseq_async.options.addresses import free_port
 from tests.helpers.c4_text import TRAIN_TEXT, VALIDATION_TEXT, write
-from tests.helpers.commands import DEEPSPEED_JOB, MODEL, ROOT, Processes, free_port
+from tests.helpers.commands import DEEPSPEED_JOB, MODEL, ROOT, Processes
 from tests.helpers.documents import ALL, QUICK, blocks, scripts
 from tests.helpers.forking import OF_DOCUMENTS, OF_TRANSFORMERS, stand_ins, start
 from tests.helpers.launched import count

@@ -5,9 +5,8 @@ import socket
 
 LOOPBACK = "127.0.0.1"  # this machine: worker and server that connect at this address share memory
 ANY = "0.0.0.0"  # a server that listens there is reached at every address of its machine
-
-
 IPV4_ONLY = "IPv6 addresses are not supported; give a name or an IPv4 address"
+_held: list[socket.socket] = []  # to the end of this process
 
 
 def is_ipv6(host: str) -> bool:
@@ -24,13 +23,15 @@ def is_loopback(host: str) -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Returns a TCP port of ``host`` that nobody listens on now.
+    """Returns a TCP port of ``host`` for a program that must be told one, such as torch's store at ``MASTER_PORT``.
 
-    The port is only found, not kept: the socket is closed before the caller's process listens. Another process can
-    take the port in between; whoever listens then fails with "address already in use", and the run has to be started
-    again. Use it only where a library wants a port's number (``MASTER_PORT`` of torch.distributed); a server of ours
-    hands its listening socket on and has no such gap.
+    The port is this process's until it ends. A socket is bound to it and does not listen: the system gives the port to
+    nobody who asks for any, while a program that names it, with SO_REUSEADDR as servers do, can listen on it. Were the
+    socket closed, another process could get the port before the program listens, and the run would end with "address
+    already in use".
     """
-    with socket.socket() as listener:
-        listener.bind((host, 0))
-        return int(listener.getsockname()[1])
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    _held.append(held)
+    return int(held.getsockname()[1])

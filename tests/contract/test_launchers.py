@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fairseq_async.export import export
-from tests.helpers.commands import DEEPSPEED, FRONT_ENDS, HELPERS, Processes, command, free_port
+from fairseq_async.options.addresses import free_port
+from tests.helpers.commands import DEEPSPEED, FRONT_ENDS, HELPERS, Processes, command
 from tests.helpers.contract.net import CASES, HALF, Net, Run
 from tests.helpers.run_files import events
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from fairseq_async.environment import SERVER, TOKEN, WORKER, WORKERS
+from fairseq_async.options.addresses import free_port
 from fairseq_async.worker.start.server_process import ServerProcess
-from tests.helpers.commands import HELPERS, ROOT, Processes, command, free_port
+from tests.helpers.commands import HELPERS, ROOT, Processes, command
 
 DIVIDED = ("by the arguments", "lazy", "prepared", "printed world size", "batch_rebalance", "group_by_length")
 ATTACHED = ("lazy", "batch_rebalance", "group_by_length")

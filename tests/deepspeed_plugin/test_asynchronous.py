@@ -12,8 +12,9 @@ from deepspeed.accelerator import get_accelerator
 
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.errors import ConfigurationError, as_key, spell_options
+from fairseq_async.options.addresses import free_port
 from fairseq_async.options.config import LocalSGDOptions
-from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, ROOT, Processes, command, free_port
+from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, ROOT, Processes, command
 
 WITHOUT_LOCAL_STEPS = ("hybrid_async", "adasum", "adascale")
 CONFIGS = sorted((ROOT / "deepspeed_config").glob("*.json"))

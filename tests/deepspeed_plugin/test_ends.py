@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from fairseq_async.environment import SLOWDOWN
-from tests.helpers.commands import DEEPSPEED, HELPERS, Processes, command, free_port
+from fairseq_async.options.addresses import free_port
+from tests.helpers.commands import DEEPSPEED, HELPERS, Processes, command
 from tests.helpers.run_files import events, snapshot_versions
 
 SECONDS = 100  # more than a job takes on a busy machine; the minute that a server may stay alone is in the assertions

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from fairseq_async.environment import SLOWDOWN
+from fairseq_async.options.addresses import free_port
 from fairseq_async.reporting.audit import audit
-from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, ROOT, Processes, command, free_port
+from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, ROOT, Processes, command
 from tests.helpers.launched import count, find
 from tests.helpers.run_files import events
 from tests.helpers.waiting import wait_until

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from fairseq_async.environment import SLOWDOWN
-from tests.helpers.commands import DEEPSPEED, HELPERS, ROOT, Processes, command, free_port
+from fairseq_async.options.addresses import free_port
+from tests.helpers.commands import DEEPSPEED, HELPERS, ROOT, Processes, command
 from tests.helpers.run_files import events
 
 BASE = json.loads((ROOT / "recipes/hf_trainer/ds_config.json").read_text())

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fairseq_async.exchange.authentication import new_token, write_token
-from tests.helpers.commands import DEEPSPEED, Processes, command, free_port
+from fairseq_async.options.addresses import free_port
+from tests.helpers.commands import DEEPSPEED, Processes, command
 from tests.helpers.deepspeed_islands import CASES, STEPS, make_model
 from tests.helpers.launched import count, rank_of
 from tests.helpers.run_files import events

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from fairseq_async.algorithms import AdaScaleGain, adasum
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.errors import ConfigurationError
-from tests.helpers.commands import DEEPSPEED, HELPERS, Processes, command, free_port
+from fairseq_async.options.addresses import free_port
+from tests.helpers.commands import DEEPSPEED, HELPERS, Processes, command
 from tests.helpers.deepspeed_ranks import network
 
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}

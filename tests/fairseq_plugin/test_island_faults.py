@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fairseq_async.exchange.authentication import new_token, write_token
-from tests.helpers.commands import HYBRID, MODEL, ROOT, Processes, command, free_port, launch_command, synchronous
+from fairseq_async.options.addresses import free_port
+from tests.helpers.commands import HYBRID, MODEL, ROOT, Processes, command, launch_command, synchronous
 from tests.helpers.launched import count, find, rank_of
 from tests.helpers.run_files import events, relative_differences
 from tests.helpers.waiting import wait_until

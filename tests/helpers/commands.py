@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -40,19 +39,6 @@ def command(name: str) -> str:
     found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     assert found, f"{name} is not installed"
     return found
-
-
-_HELD: list[socket.socket] = []  # to the end of the tests
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port for a program that must be told one. It is bound here without listening: the system gives it to nobody who
-    asks for any port, while a program that names it, as servers do with SO_REUSEADDR, can listen on it."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((host, 0))
-    _HELD.append(held)
-    return int(held.getsockname()[1])
 
 
 class Processes:

@@ -45,6 +45,7 @@ WITH = {"deepspeed": "deepspeed_plugin/__init__", "transformers": "pytorch/hf_tr
 # What a program leaves there. Hazard: what a module comes to keep must be named here, or forks of a program have it.
 LEFT = {
     "errors": ["_failures"],
+    "options.addresses": ["_held"],
     "worker.start.process": ["_own"],
     "worker.start.store": ["_kept"],
     "worker.start.world": ["_entered"],

@@ -21,6 +21,7 @@ from fairseq_async.exchange.authentication import write_token
 from fairseq_async.exchange.channel import Channel
 from fairseq_async.method.methods import outer_rule
 from fairseq_async.method.spec import MethodSpec, hybrid_spec
+from fairseq_async.options.addresses import free_port
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions, ServerOptions
 from fairseq_async.protocol import Layout, PullReply
 from fairseq_async.protocol.client_connection import Endpoint
@@ -33,7 +34,7 @@ from fairseq_async.server.programs import gradient_main, local_sgd_main
 from fairseq_async.server.shards.build import build_sharded, close_shards, shared_copy
 from fairseq_async.server.shards.remote import HostConnector, connect_hosts
 from fairseq_async.worker.connection.shard_lines import ShardLines
-from tests.helpers.commands import HELPERS, ROOT, Processes, command, free_port
+from tests.helpers.commands import HELPERS, ROOT, Processes, command
 
 SIZES = (7, 70_001, 33, 1, 65_537, 900)
 LAYOUT = Layout.of([(f"t{number}", torch.zeros(size)) for number, size in enumerate(SIZES)])

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.helpers.commands import Processes, free_port
+from fairseq_async.options.addresses import free_port
+from tests.helpers.commands import Processes
 from tests.helpers.waiting import wait_until
 
 SLURM = {  # the variables of a task, as srun sets them

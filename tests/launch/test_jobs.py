@@ -17,10 +17,11 @@ import torch
 
 from fairseq_async.environment import SLOWDOWN
 from fairseq_async.launch.certificates import make
+from fairseq_async.options.addresses import free_port
 from fairseq_async.reporting.audit import audit
 from scripts.faults.hosts import Host
 from tests.helpers import slurm as slurm_daemons
-from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, HELPERS, MODEL, ROOT, Processes, command, free_port
+from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, HELPERS, MODEL, ROOT, Processes, command
 from tests.helpers.documents import script_of_the_readme
 from tests.helpers.run_files import events, snapshot_versions
 from tests.helpers.waiting import wait_until

@@ -25,7 +25,8 @@ from fairseq_async.launch.command.script import ScriptCommand
 from fairseq_async.launch.launcher import Launcher
 from fairseq_async.launch.options import LaunchOptions
 from fairseq_async.launch.processes import RunFailedError, Worker, interrupt_on_signals
-from tests.helpers.commands import HYBRID, MODEL, ROOT, Processes, command, free_port, launch_command
+from fairseq_async.options.addresses import free_port
+from tests.helpers.commands import HYBRID, MODEL, ROOT, Processes, command, launch_command
 from tests.helpers.launched import count, find, server_of, worker_of
 from tests.helpers.run_files import events, load, snapshot_versions
 from tests.helpers.waiting import wait_until

@@ -12,8 +12,7 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.command.command import WorkerCommand, without_beginning
 from fairseq_async.launch.command.programs import is_fairseq, numbers_of_ranks
 from fairseq_async.launch.join import join
-from fairseq_async.options.addresses import is_loopback
-from tests.helpers.commands import free_port
+from fairseq_async.options.addresses import free_port, is_loopback
 from tests.helpers.slurm import SLURM
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.launch.serve import serve
+from fairseq_async.options.addresses import free_port
 from fairseq_async.records.description import RunDescription
 from fairseq_async.reporting.audit import audit
-from tests.helpers.commands import HELPERS, Processes, command, free_port
+from tests.helpers.commands import HELPERS, Processes, command
 from tests.helpers.launched import count, find
 from tests.helpers.run_files import events
 from tests.helpers.waiting import wait_until

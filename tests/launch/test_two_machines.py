@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from fairseq_async.exchange.authentication import new_token, write_token
+from fairseq_async.options.addresses import free_port
 from scripts.faults.hosts import Cable, Host, other_host
-from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, MODEL, PACKAGE, ROOT, Processes, command, free_port
+from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, MODEL, PACKAGE, ROOT, Processes, command
 from tests.helpers.run_files import events
 
 

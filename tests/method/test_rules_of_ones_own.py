@@ -13,7 +13,8 @@ import yaml
 
 from fairseq_async.environment import PLUGINS
 from fairseq_async.method import methods
-from tests.helpers.commands import DEEPSPEED, MODEL, ROOT, Processes, command, free_port
+from fairseq_async.options.addresses import free_port
+from tests.helpers.commands import DEEPSPEED, MODEL, ROOT, Processes, command
 from tests.helpers.waiting import wait_until
 
 OUTER = {"method": "local_sgd", "outer": "shrinking", "local_steps": 3, "shrink": 0.75}

@@ -12,6 +12,7 @@ import torch
 from fairseq_async.algorithms import Rule
 from fairseq_async.errors import ConfigurationError, RefusedError
 from fairseq_async.method.spec import MethodSpec
+from fairseq_async.options.addresses import free_port
 from fairseq_async.protocol import Layout, Push, Report
 from fairseq_async.records import event_log
 from fairseq_async.records.recording import merge_path
@@ -23,7 +24,6 @@ from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.server.shards.build import close_shards
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.lasting_connection import LastingConnection
-from tests.helpers.commands import free_port
 from tests.helpers.mortal import InlineSnapshots
 from tests.helpers.references import HALoS64
 from tests.helpers.regions import (

@@ -15,6 +15,7 @@ from fairseq_async.algorithms import Update
 from fairseq_async.errors import ConfigurationError, ExchangeError, HalfAppliedError, RefusedError
 from fairseq_async.method.methods import outer_rule
 from fairseq_async.method.spec import MethodSpec, local_sgd_spec
+from fairseq_async.options.addresses import free_port
 from fairseq_async.options.config import LocalSGDOptions, ServerOptions
 from fairseq_async.protocol.client_connection import Endpoint
 from fairseq_async.protocol.division import local_part
@@ -25,7 +26,6 @@ from fairseq_async.server.shards import remote
 from fairseq_async.server.shards.calls import OtherShard
 from fairseq_async.server.shards.remote import HostConnector, RemoteShard, connect_hosts
 from fairseq_async.worker.connection.shard_lines import ShardLines
-from tests.helpers.commands import free_port
 from tests.helpers.sharded import (
     LAYOUT,
     TOKEN,

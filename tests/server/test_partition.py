@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from fairseq_async.exchange.authentication import new_token
+from fairseq_async.options.addresses import free_port
 from fairseq_async.reporting.audit import audit
 from fairseq_async.worker.start.server_process import TOKEN
 from scripts.faults.hosts import Cable, Host, bad_cable, set_cable
-from tests.helpers.commands import Processes, free_port
+from tests.helpers.commands import Processes
 
 _OUT = 5.0  # seconds, more than twice --worker-timeout
 _SERVER = """

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fairseq_async.algorithms.rule import State
 from fairseq_async.method.spec import MethodSpec, hybrid_spec
+from fairseq_async.options.addresses import free_port
 from fairseq_async.options.config import HybridOptions
 from fairseq_async.protocol import Layout
 from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
@@ -24,7 +25,7 @@ from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.hybrid import HybridWorker
 from fairseq_async.worker.shards import ShardOrder, shard_sizes
 from scripts.faults.thread_server import ThreadServer
-from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, Processes, command, free_port
+from tests.helpers.commands import DEEPSPEED, DEEPSPEED_JOB, Processes, command
 
 
 class Sines:

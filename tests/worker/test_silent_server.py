@@ -23,6 +23,7 @@ from fairseq_async.errors import (
     exit_code,
 )
 from fairseq_async.exchange import Channel, SharedMemory
+from fairseq_async.options.addresses import free_port
 from fairseq_async.protocol import Greeting, encode
 from fairseq_async.protocol import client_connection as connection
 from fairseq_async.protocol.answers import Introduced
@@ -30,7 +31,6 @@ from fairseq_async.worker.connection import lasting_connection
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from scripts.faults.thread_server import ThreadServer
-from tests.helpers.commands import free_port
 from tests.helpers.server_client import join, join_patiently, push
 from tests.helpers.stand_ins import Time
 from tests.helpers.waiting import wait_until

@@ -182,6 +182,6 @@ def set_environment_without_launcher() -> None:
             "a method without a server: fairseq-async launch would train each worker alone; start the ranks with "
             "deepspeed or torchrun"
         )
-    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     if "RANK" not in os.environ:
-        os.environ.update({name: str(value) for name, value in alone.items()})
+        world = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        os.environ.update({name: str(value) for name, value in world.items()})

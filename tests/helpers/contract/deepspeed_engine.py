@@ -10,11 +10,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import fairseq_async.deepspeed_plugin as deepspeed_async
 from fairseq_async.deepspeed_plugin.engines import synchronous
-from fairseq_async.worker.start import world
-from tests.helpers.commands import free_port
 from tests.helpers.contract.net import BATCH, DECAY, HALF, RATE, STEPS, WARM, Net, Run, factor, settings
 
-world.free_port = synchronous.free_port = free_port  # on a busy machine others take a port that is only found
 assert deepspeed.ops.__compatible_ops__  # a search that would take each fork half a second
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # one rank needs no shared memory, which is cleared
 
