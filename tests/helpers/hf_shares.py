@@ -97,7 +97,7 @@ class Steps(TrainerCallback):
     def __init__(self, net: Net) -> None:
         self.net = net
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.net.samples.append([])
         self.net.losses.append([])
 

@@ -18,13 +18,14 @@ def flow_of(following: Any, worker: object, did: list[str], **given: Any) -> Any
     state = following.TrainerState(max_steps=18, logging_steps=100, eval_steps=8, save_steps=100)
     trainer: Any = SimpleNamespace(state=state, control=following.TrainerControl())
     trainer.args = SimpleNamespace(**vars(args) | given)
-    trainer.callback_handler = SimpleNamespace(callbacks=[following.DefaultFlowCallback(), "the script's"])
+    own = SimpleNamespace(on_step_end=lambda *given, **others: None)  # a callback of the script
+    trainer.callback_handler = SimpleNamespace(callbacks=[following.DefaultFlowCallback(), own])
     trainer.compute_loss = lambda num_items_in_batch: num_items_in_batch
     trainer._maybe_log_save_evaluate = lambda: did.append("logs")
     trainer.get_batch_samples = lambda batches, number, device: ([next(batches)] * number, device)
     prepare, restore = (lambda _: did.append("prepares")), (lambda: did.append("restores"))
     flow = following.FollowRun(trainer, lambda: worker, prepare, restore)
-    assert trainer.callback_handler.callbacks == [flow, "the script's"]
+    assert trainer.callback_handler.callbacks == [flow, own]
     return flow
 
 
@@ -175,6 +176,27 @@ def test_a_run_that_its_server_takes_back_takes_no_trainer_back(following: Any) 
         flow.on_step_end(flow._trainer.args, state, control)
         seen.append((state.global_step, control.should_save))
     assert seen == [(6, True), (6, False), (6, False), (8, True)]
+
+
+def test_a_callback_is_told_every_step_that_the_run_has_taken(following: Any) -> None:
+    """The last of them, or the present one once more, by the Trainer itself."""
+    worker: Any = SimpleNamespace(finished=False)
+    flow, seen = flow_of(following, worker, []), list[tuple[int, str]]()
+    trainer, other = flow._trainer, following.TrainerControl(should_evaluate=True)
+    own = trainer.callback_handler.callbacks[1]
+
+    def on_step_end(args: Any, state: Any, control: Any, *, model: str) -> Any:
+        seen.append((state.global_step, model))
+        return other if state.global_step == 4 else None
+
+    own.on_step_end = on_step_end
+    for worker.run_progress in (1.0, 3.0, 3.0, 6.0):
+        trainer.state.global_step += 1
+        control = flow.on_step_end(trainer.args, trainer.state, trainer.control, model="model")
+        own.on_step_end(trainer.args, trainer.state, control, model="by the Trainer")
+        assert control is (other if worker.run_progress == 6.0 else trainer.control)
+    told, last = "model", "by the Trainer"
+    assert seen == [(1, last), (2, told), (3, last), (3, last), (4, told), (5, told), (6, last)]
 
 
 def test_an_epoch_of_dealt_batches_ends_where_the_next_gradient_is_of_another_pass(following: Any) -> None:

@@ -142,17 +142,23 @@ class FollowRun(DefaultFlowCallback):
         """Says how many epochs the run has."""
         state.num_train_epochs = self._epochs
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Counts the run's steps in place of this worker's, and says what is due after them."""
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Counts the run's steps in place of this worker's, and says what is due after them.
+
+        Where the run has taken several, the other callbacks are told each: one that waits for a certain step, as by
+        ``state.global_step % 100 == 0``, would else miss it.
+        """
         before, worker = state.global_step - 1, self._find()  # the Trainer has counted this worker's step
         assert worker is not None
         self._own_steps += 1
-        state.global_step = max(before, self._steps(worker))
+        now = state.global_step = max(before, self._steps(worker))
         if self._steps_per_epoch:
             state.epoch = self._epoch(state.global_step, args.gradient_accumulation_steps)
         control.should_training_stop |= worker.finished
         control.should_epoch_stop |= self._accumulation is not None and self._accumulation.epoch_is_over
-        due = partial(self._is_due, before, state.global_step, worker.finished)
+        due = partial(self._is_due, before, now, worker.finished)
         logs_at_end = args.logging_strategy == "epoch"
         if due(args.logging_strategy, state.logging_steps, logs_at_end) or (args.logging_first_step and not before):
             control.should_log = True
@@ -160,6 +166,13 @@ class FollowRun(DefaultFlowCallback):
         if due(args.eval_strategy, state.eval_steps) and args.eval_delay <= (position or 0):
             control.should_evaluate = True
         control.should_save |= due(args.save_strategy, state.save_steps)
+        for step in range(before + 1, now):
+            state.global_step = step
+            for each in self._trainer.callback_handler.callbacks:
+                if each is not self:
+                    control = each.on_step_end(args, state, control, **kwargs) or control
+        state.global_step = now
+        return control
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
