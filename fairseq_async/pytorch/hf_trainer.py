@@ -6,7 +6,7 @@ from fairseq_async.pytorch.trainer.torchaudio import hide_broken_torchaudio
 hide_broken_torchaudio()
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -168,6 +168,7 @@ class AsyncCallback(TrainerCallback):
 
     def follow(self, trainer: Trainer, plan: Plan, loader: object) -> Plan:
         """Makes a Trainer follow the run; returns its plan for as many steps as the run has."""
+        _check_groups(trainer.args, 1 if self._divides else self._context.workers)
         self._trainer = trainer
         self._flow = FollowRun(trainer, self._worker_side, self._prepare, lambda: self.training.restore_parameters())
         return self._flow.plan(plan, loader, self.options.get("total_steps", 0), self._context.workers, self._divides)
@@ -178,10 +179,25 @@ class AsyncCallback(TrainerCallback):
         return None if self._divides else (self._context.workers, self._context.worker)
 
     def _make(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> AsyncTraining:
+        beside = self._modules_beside(model, optimizer)
+        models = [model, *beside] if beside else model
         if self.method == "local_sgd":
-            return AsyncLocalSGD(model, optimizer, **self.options | {"total_steps": steps})
-        own = {"total_steps": steps} | self._shares() | self._clipping()
-        return HybridAsync(model, optimizer, scheduler=scheduler, **self.options | own)
+            return AsyncLocalSGD(models, optimizer, **self.options | {"total_steps": steps})
+        own = {"total_steps": steps} | self._shares()
+        if not beside:  # else the Trainer clips the model alone, by its norm alone
+            own |= self._clipping()
+        return HybridAsync(models, optimizer, scheduler=scheduler, **self.options | own)
+
+    def _modules_beside(self, model: nn.Module, optimizer: Optimizer) -> list[nn.Module]:
+        """Returns what the Trainer holds beside its model and the optimizer trains too, such as the classifier in a
+        loss of sentence-transformers."""
+        known = set(map(id, model.parameters()))
+        others = {id(each) for group in optimizer.param_groups for each in group["params"]} - known
+        if not others:
+            return []
+        held = [each for value in vars(self._trainer).values() for each in _values(value)]
+        modules = [each for each in held if isinstance(each, nn.Module) and each is not model]
+        return [each for each in modules if others & set(map(id, each.parameters()))]
 
     def _clipping(self) -> dict[str, object]:
         """Returns the option by which the server clips the mean gradient, as a synchronous Trainer does, and lets this
@@ -256,6 +272,33 @@ def _plan_training(original: Callable[..., Plan], trainer: Trainer, args: Traini
         if isinstance(callback, AsyncCallback):
             return callback.follow(trainer, plan, loader)
     return plan
+
+
+@errors_in_one_line()
+def _check_groups(arguments: Any, workers: int) -> None:
+    """Checks the arguments of a trainer of TRL that generates completions in groups, each of which is one worker's.
+
+    Raises:
+        ConfigurationError: they have counted another number of workers when they were made, by which the sampler
+            repeats prompts: workers would have the same ones, and leave out others. Or a group would be divided.
+    """
+    if getattr(arguments, "generation_batch_size", None) is None:
+        return
+    own, kind = arguments.per_device_train_batch_size * arguments.steps_per_generation, type(arguments).__name__
+    if arguments.generation_batch_size != own * workers:
+        raise ConfigurationError(
+            f"{kind} has counted {arguments.generation_batch_size // own} processes, and the run has {workers} workers: "
+            f"make AsyncCallback before {kind}, which asks for their number"
+        )
+    if own % arguments.num_generations:
+        raise ConfigurationError(
+            f"a worker generates {own} completions at a time, which are no whole groups of num_generations "
+            f"{arguments.num_generations}: make per_device_train_batch_size times steps_per_generation a multiple of it"
+        )
+
+
+def _values(value: object) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else [value]
 
 
 def _place(trainer: Trainer | None) -> Place | None:

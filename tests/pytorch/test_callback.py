@@ -153,8 +153,10 @@ def test_what_cannot_be_divided_is_one_line(
     args = SimpleNamespace(auto_find_batch_size=False, gradient_accumulation_steps=1)
     callback._trainer, callback._flow = SimpleNamespace(args=args), object()
     state = SimpleNamespace(max_steps=9, global_step=0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(SystemExit, match="2"):
-        callback.on_train_begin(args, state, None, model=0, optimizer=0, lr_scheduler=0)
+        callback.on_train_begin(args, state, None, model=model, optimizer=optimizer, lr_scheduler=0)
     said = "error: AsyncCallback: shares is auto: give TrainingArguments gradient_accumulation_steps of at least 2"
     assert said in capsys.readouterr().err
 
@@ -185,6 +187,7 @@ def begun(module: Any, monkeypatch: pytest.MonkeyPatch, callback: Any, step: int
         monkeypatch.setattr(module, name, did.made)
     monkeypatch.setattr(module.AsyncCallback, "_worker_side", lambda _: "the worker side")
     monkeypatch.setattr(module.AsyncCallback, "_shares", lambda _: {})
+    monkeypatch.setattr(module.AsyncCallback, "_modules_beside", lambda *_: [])
     monkeypatch.setattr(module, "_divisions", [SimpleNamespace(by_script=False)])
     callback._flow, callback._trainer = did.flow, did.trainer
     did.trainer.args.max_grad_norm, did.trainer.model_wrapped = 0.0, "model"
@@ -242,6 +245,51 @@ def test_the_plan_is_of_the_steps_that_the_option_says_and_of_as_many_parts_as_w
         assert callback.workers == 3
     follows = MagicMock()
     monkeypatch.setattr(module, "FollowRun", follows)
-    plan = callback.follow("trainer", "plan", "loader")
+    trainer = SimpleNamespace(args=SimpleNamespace())
+    plan = callback.follow(trainer, "plan", "loader")
     follows.return_value.plan.assert_called_once_with("plan", "loader", 30, 3, divides)
-    assert plan == follows.return_value.plan.return_value and callback._trainer == "trainer"
+    assert plan == follows.return_value.plan.return_value and callback._trainer is trainer
+
+
+@pytest.mark.parametrize("method", ["hybrid_async", "local_sgd"])
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_loss_with_parameters_of_its_own_is_trained_beside_the_model(
+    module: Any, monkeypatch: pytest.MonkeyPatch, method: str, holds: bool
+) -> None:
+    """As losses of sentence-transformers are, each of which has the model, too. The Trainer clips the model alone."""
+    callback, model = callback_of(module, monkeypatch, method=method), torch.nn.Linear(2, 2)
+    loss, other = (torch.nn.ModuleList([model, torch.nn.Linear(2, 1)]) for _ in range(2))
+    trained = torch.nn.ModuleList([model, loss]) if holds else model
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    args = SimpleNamespace(max_grad_norm=1.0, gradient_accumulation_steps=1)
+    callback._trainer = SimpleNamespace(model=model, loss={"one": loss, "other": other}, args=args)
+    callback._trainer.accelerator = SimpleNamespace(clip_grad_norm_=None)
+    monkeypatch.setattr(module, "AsyncLocalSGD", made := MagicMock())
+    monkeypatch.setattr(module, "HybridAsync", made)
+    callback._make(model, optimizer, "scheduler", 9)
+    assert made.call_args.args == ([model, loss] if holds else model, optimizer)
+    assert ("clip_norm" in made.call_args.kwargs) is (method == "hybrid_async" and not holds)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ((None, 2, 4), ""),
+        ((24, 2, 4), ""),
+        ((8, 2, 4), "GRPOConfig has counted 1 processes, and the run has 3 workers: make AsyncCallback before GRPOConf"),
+        ((12, 1, 8), "a worker generates 4 completions at a time, which are no whole groups of num_generations 8: make"),
+    ],
+)
+def test_groups_of_completions_are_each_of_one_worker(
+    module: Any, capsys: pytest.CaptureFixture[str], sizes: tuple[int | None, int, int], said: str
+) -> None:
+    """As TRL's GRPO draws them, by the number of processes that its arguments have found when they were made."""
+    kind = type("GRPOConfig", (SimpleNamespace,), {})
+    names = ("generation_batch_size", "steps_per_generation", "num_generations")
+    arguments = kind(per_device_train_batch_size=4, **dict(zip(names, sizes, strict=True)))
+    if said:
+        with pytest.raises(SystemExit, match="2"):
+            module._check_groups(arguments, 3)
+    else:
+        module._check_groups(arguments, 3)
+    assert said in capsys.readouterr().err
