@@ -285,10 +285,11 @@ def _check_groups(arguments: Any, workers: int) -> None:
     if getattr(arguments, "generation_batch_size", None) is None:
         return
     own, kind = arguments.per_device_train_batch_size * arguments.steps_per_generation, type(arguments).__name__
+    counted = arguments.generation_batch_size // own
     if arguments.generation_batch_size != own * workers:
         raise ConfigurationError(
-            f"{kind} has counted {arguments.generation_batch_size // own} processes, and the run has {workers} workers: "
-            f"make AsyncCallback before {kind}, which asks for their number"
+            f"{kind} has counted {counted} processes, and the run has {workers} workers: make AsyncCallback before "
+            f"{kind}, which asks for their number"
         )
     if own % arguments.num_generations:
         raise ConfigurationError(

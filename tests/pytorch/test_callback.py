@@ -276,8 +276,8 @@ def test_a_loss_with_parameters_of_its_own_is_trained_beside_the_model(
     [
         ((None, 2, 4), ""),
         ((24, 2, 4), ""),
-        ((8, 2, 4), "GRPOConfig has counted 1 processes, and the run has 3 workers: make AsyncCallback before GRPOConf"),
-        ((12, 1, 8), "a worker generates 4 completions at a time, which are no whole groups of num_generations 8: make"),
+        ((8, 2, 4), "GRPOConfig has counted 1 processes, and the run has 3 workers: make AsyncCallback before"),
+        ((12, 1, 8), "a worker generates 4 completions at a time, which are no whole groups of num_generations 8"),
     ],
 )
 def test_groups_of_completions_are_each_of_one_worker(
