@@ -227,8 +227,8 @@ def steps_taken(scheduler: Any) -> int:
 
 
 def present_rates(optimizer: Optimizer) -> list[float]:
-    """Returns the learning rate of each parameter group."""
-    return [float(group["lr"]) for group in optimizer.param_groups]
+    """Returns the learning rate of each parameter group; 0 where it has none."""
+    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
 
 
 def present_options(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -3,9 +3,9 @@
 import inspect
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from itertools import accumulate, pairwise
 from typing import Annotated, Any, TypeAlias, cast
@@ -24,6 +24,7 @@ from fairseq_async.method.methods import plugin_modules
 from fairseq_async.method.spec import JsonObject
 from fairseq_async.protocol.layout import Layout
 from fairseq_async.server.optimizers.learning_rates import Rates
+from fairseq_async.server.optimizers.own_class import check_own_class
 
 # Each of these steps every element independently: a model may be stepped in pieces, by several threads.
 _ELEMENTWISE: list[Any] = [Adam, AdamW, SGD, Adadelta, Adagrad, Adamax, NAdam, RAdam, RMSprop]
@@ -143,18 +144,26 @@ def describe(
     """
     name = _steps_as(optimizer)
     if not (kind or name):
-        made = type(optimizer).__name__
-        own = f"{type(optimizer).__module__}.{made}" if made in OPTIMIZERS else made  # as transformers' Adafactor
+        made, module = type(optimizer).__name__, type(optimizer).__module__
+        own = f"{module}.{made}" if made in OPTIMIZERS else made  # as transformers' Adafactor
         raise ConfigurationError(
             f"the optimizer is {own}: the server steps with {', '.join(OPTIMIZERS)} of torch.optim and "
-            f"fairseq_async.torch; give one of these, name the module of yours in {PLUGINS}, or use local SGD, which "
+            f"fairseq_async.torch; give one of these, name its module, {module}, in {PLUGINS}, or use local SGD, which "
             "takes any that needs no closure"
         )
     check_of_model(optimizer, named)
     numbers = {id(tensor): number for number, (_, tensor) in enumerate(named)}
     groups = [_describe_group(group, kind or name, numbers) for group in optimizer.param_groups]
     fused = bool(kind) or any(group.get("fused") for group in optimizer.param_groups)
-    return OptimizerSpec(kind or name, groups, rates or [], clip_norm, fused and (kind or name) in _FUSED)
+    spec = OptimizerSpec(kind or name, groups, rates or [], clip_norm, fused and (kind or name) in _FUSED)
+    if is_of_plugin(spec):
+        check_own_class(optimizer, [tensor for _, tensor in named], partial(_make, spec))
+    return spec
+
+
+def is_of_plugin(spec: OptimizerSpec) -> bool:
+    """Whether the class is one of a user's plugin."""
+    return ":" in spec.optimizer
 
 
 def _steps_as(optimizer: Optimizer) -> str:
@@ -173,7 +182,13 @@ def _steps_as(optimizer: Optimizer) -> str:
 def _describe_group(group: dict[str, Any], kind: str, numbers: dict[int, int]) -> ParameterGroup:
     """Describes one group; tensors that are not trained, and so not in ``numbers``, are left out."""
     tensors = sorted(numbers[id(each)] for each in group["params"] if id(each) in numbers)
-    options = {name: _plain(group[name], name) for name in _arguments_of(_class(kind)) if group.get(name) is not None}
+    arguments = inspect.signature(_class(kind)).parameters
+    # a plugin's class may read more from a group than arguments, such as the rank of a projection
+    names = [name for name in (group if ":" in kind else arguments) if name not in {*_HOW, "param_names"}]
+    infinite = {name for name, each in arguments.items() if each.default == group.get(name) == math.inf}  # as they are
+    options = {
+        name: _plain(group[name], name) for name in names if group.get(name) is not None and name not in infinite
+    }
     return ParameterGroup(tensors, options)
 
 
@@ -225,7 +240,7 @@ def build_optimizer(spec: OptimizerSpec, layout: Layout, parameters: Tensor) -> 
     if len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(len(layout.segments))):
         raise ConfigurationError("the optimizer's groups have a tensor twice, or one that is not the model's")
     unknown = {name for group in spec.parameter_groups for name in group.options} - set(_arguments_of(kind))
-    if unknown:
+    if unknown and not is_of_plugin(spec):
         raise ConfigurationError(f"the description of the optimizer: {spec.optimizer} has no {min(unknown)}")
     bounds = list(pairwise(accumulate((segment.size for segment in layout.segments), initial=0)))
     views = list(layout.views(parameters))
@@ -235,15 +250,45 @@ def build_optimizer(spec: OptimizerSpec, layout: Layout, parameters: Tensor) -> 
             return [Parameter(views[number]) for number in numbers]
         return _stepped(parameters, [bounds[number] for number in numbers])
 
+    return _make(spec, stepped)
+
+
+def _make(spec: OptimizerSpec, stepped: Callable[[list[int]], list[Parameter]]) -> Optimizer:
+    """Makes the optimizer.
+
+    Args:
+        stepped: returns what it steps of the tensors of these numbers.
+
+    Raises:
+        ConfigurationError: its class does not take the options.
+    """
+    kind = _class(spec.optimizer)
     groups = [{"params": stepped(group.tensors), **_arguments(group.options)} for group in spec.parameter_groups]
+    # Adagrad's first sums are of the constructor's argument, whatever a group says
+    defaults = _arguments(spec.parameter_groups[0].options) if groups else {}
+    if is_of_plugin(spec):
+        return _make_own(kind, groups, defaults)
     try:
         for group in spec.parameter_groups:  # torch checks the options of no group
             kind([Parameter(torch.zeros(1, 1))], **_arguments(group.options))
-        # Adagrad's first sums are of the constructor's argument, whatever a group says
-        defaults = _arguments(spec.parameter_groups[0].options) if groups else {}
         return kind(groups, **defaults, **({"fused": True} if spec.fused else {}))  # type: ignore[no-any-return]
     except (ValueError, TypeError) as error:
         raise ConfigurationError(f"the description of the optimizer: {' '.join(str(error).split())}") from error
+
+
+def _make_own(kind: Any, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Optimizer:
+    """Makes an optimizer of a plugin's class."""
+    if "initial_lr" in defaults:  # the constructor was not given the rate at which a schedule is now
+        defaults["lr"] = defaults["initial_lr"]
+    known = _arguments_of(kind)
+    try:
+        return kind(groups, **{name: value for name, value in defaults.items() if name in known})  # type: ignore[no-any-return]
+    except Exception as error:  # of any kind: it is a user's class
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigurationError(
+            f"the optimizer is {kind.__name__}, which cannot be made from its groups alone, as the server makes it "
+            f"({said}): use local SGD"
+        ) from error
 
 
 def of_tensors(framework: JsonObject, tensors: slice) -> JsonObject:

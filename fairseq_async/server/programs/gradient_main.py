@@ -13,7 +13,13 @@ from fairseq_async.protocol.layout import Layout
 from fairseq_async.server.optimizers.learning_rates import Rates, RateTable
 from fairseq_async.server.optimizers.scheduled_rule import Schedule, ScheduledRule
 from fairseq_async.server.optimizers.several import SeveralOptimizers
-from fairseq_async.server.optimizers.torch_optimizer import PARTS, OptimizerSpec, build_optimizer, parts_of
+from fairseq_async.server.optimizers.torch_optimizer import (
+    PARTS,
+    OptimizerSpec,
+    build_optimizer,
+    is_of_plugin,
+    parts_of,
+)
 from fairseq_async.server.plan import EpochPlan
 from fairseq_async.server.programs.program import serve
 
@@ -56,7 +62,8 @@ def _scheduled(
 ) -> ScheduledRule:
     optimizer = build_optimizer(inner, layout, parameters)
     views = [Parameter(view) for view in layout.views(parameters)]
-    rest = {"clip_norm": inner.clip_norm, "tensors": views, "elementwise": True}
+    # a user's own class may count its steps in itself, or look at all its tensors together: threads step copies of it
+    rest = {"clip_norm": inner.clip_norm, "tensors": views, "elementwise": not is_of_plugin(inner)}
     return ScheduledRule.of(spec.hybrid, spec.workers, optimizer, schedule(optimizer), **rest)
 
 
