@@ -13,7 +13,8 @@ INSTALL += ["safetensors>=0.4"]  # exports
 FAIRSEQ = ["fairseq-fixed==0.12.3.1"]
 # Pinned, because the plugin overrides the engine's step and reads where each optimizer keeps its fp32 masters.
 DEEPSPEED = ["deepspeed==0.19.8"]
-HUGGINGFACE = [*DEEPSPEED, "transformers>=5", "accelerate>=1.10"]
+# From 5.6 on, because 5.2 to 5.5.3 divide a gradient by the number of its micro-batches twice.
+HUGGINGFACE = [*DEEPSPEED, "transformers>=5.6", "accelerate>=1.10"]
 # An extra, because only the machine that makes a run's certificates needs it; connections are encrypted by the standard
 # library, also with certificates that others have made.
 TLS = ["cryptography>=42"]
