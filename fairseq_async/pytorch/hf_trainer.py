@@ -123,32 +123,34 @@ class AsyncCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Joins the run; if the Trainer goes on from a checkpoint, with the server's state in it."""
-        if args.auto_find_batch_size and self._training is not None:  # the Trainer begins once more in the same process
+        trainer, flow = self._trainer, self._flow
+        assert trainer is not None and flow is not None, "the Trainer has not planned its steps"
+        if trainer.args.auto_find_batch_size and self._training is not None:  # it begins once more in the same process
             raise ConfigurationError(
                 "auto_find_batch_size: there was not enough memory for the first batch size, and a process takes part "
                 "in one run: give a smaller per_device_train_batch_size, and leave auto_find_batch_size out"
             )
-        assert self._trainer is not None and self._flow is not None, "the Trainer has not planned its steps"
+        model: Any = trainer.model  # SetFit tells its callbacks another, and arguments of its own
         optimizer: Optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # of accelerate's wrapper
         scheduler: LRScheduler = getattr(kwargs["lr_scheduler"], "scheduler", kwargs["lr_scheduler"])
         resumed = bool(state.global_step)  # from a checkpoint; a run that is under way moves it too
         if resumed:
             take_back(scheduler)
-        self._training = self._make(kwargs["model"], optimizer, scheduler, state.max_steps)
+        self._training = self._make(model, optimizer, scheduler, state.max_steps)
         self._training.of_trainer = True
         self._training.by_script = self._divides or _divisions[0].by_script
         if resumed:
             self._restore(self._training, Path(self._resumed_from or _checkpoint(args, state)) / STATE)
         self._training.__enter__()
-        if self._trainer.model_wrapped is not kwargs["model"]:  # compiled, so that no hook in it is called
-            note_calls(self._trainer.model_wrapped, self._worker_side().batches)
+        if trainer.model_wrapped is not model:  # compiled, so that no hook in it is called
+            note_calls(trainer.model_wrapped, self._worker_side().batches)
         planned, told = state.max_steps, scheduler
-        self._flow.begin(self._training.total_steps)
-        if state.max_steps != planned and self._trainer._created_lr_scheduler:
-            self._trainer.lr_scheduler = None
-            scheduler = self._trainer.create_scheduler(num_training_steps=state.max_steps)
+        flow.begin(self._training.total_steps)
+        if state.max_steps != planned and trainer._created_lr_scheduler:
+            trainer.lr_scheduler = None
+            scheduler = trainer.create_scheduler(num_training_steps=state.max_steps)
         schedule = RunSchedule(scheduler, optimizer, self._worker_side(), state.max_steps, resumed, told)
-        self._trainer.lr_scheduler = schedule  # type: ignore[assignment]
+        trainer.lr_scheduler = schedule  # type: ignore[assignment]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds the server's state to worker 0's checkpoint."""

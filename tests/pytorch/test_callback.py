@@ -151,12 +151,12 @@ def test_what_cannot_be_divided_is_one_line(
     assert "error: AsyncCallback: micro_batches is what the Trainer has as gradient_acc" in capsys.readouterr().err
     callback = callback_of(module, monkeypatch, shares="auto")
     args = SimpleNamespace(auto_find_batch_size=False, gradient_accumulation_steps=1)
-    callback._trainer, callback._flow = SimpleNamespace(args=args), object()
-    state = SimpleNamespace(max_steps=9, global_step=0)
     model = torch.nn.Linear(2, 1)
+    callback._trainer, callback._flow = SimpleNamespace(args=args, model=model), object()
+    state = SimpleNamespace(max_steps=9, global_step=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(SystemExit, match="2"):
-        callback.on_train_begin(args, state, None, model=model, optimizer=optimizer, lr_scheduler=0)
+        callback.on_train_begin(args, state, None, optimizer=optimizer, lr_scheduler=0)
     said = "error: AsyncCallback: shares is auto: give TrainingArguments gradient_accumulation_steps of at least 2"
     assert said in capsys.readouterr().err
 
@@ -190,11 +190,12 @@ def begun(module: Any, monkeypatch: pytest.MonkeyPatch, callback: Any, step: int
     monkeypatch.setattr(module.AsyncCallback, "_modules_beside", lambda *_: [])
     monkeypatch.setattr(module, "_divisions", [SimpleNamespace(by_script=False)])
     callback._flow, callback._trainer = did.flow, did.trainer
-    did.trainer.args.max_grad_norm, did.trainer.model_wrapped = 0.0, "model"
+    did.trainer.model = did.trainer.model_wrapped = "model"
+    did.trainer.args = SimpleNamespace(auto_find_batch_size=False, max_grad_norm=0.0)
     state = SimpleNamespace(global_step=step, max_steps=planned)
     did.flow.begin.side_effect = lambda total: vars(state).update(max_steps=total, global_step=step or 4)
-    args = SimpleNamespace(auto_find_batch_size=False, output_dir="out")
-    given = {"model": "model", "optimizer": SimpleNamespace(optimizer="optimizer"), "lr_scheduler": "scheduler"}
+    args = SimpleNamespace(output_dir="out")
+    given = {"model": "another's", "optimizer": SimpleNamespace(optimizer="optimizer"), "lr_scheduler": "scheduler"}
     callback.on_train_begin(args, state, None, **given)
     return did
 

@@ -155,7 +155,7 @@ class FollowRun(DefaultFlowCallback):
         self._own_steps += 1
         now = state.global_step = max(before, self._steps(worker))
         if self._steps_per_epoch:
-            state.epoch = self._epoch(state.global_step, args.gradient_accumulation_steps)
+            state.epoch = self._epoch(now, self._trainer.args.gradient_accumulation_steps)
         control.should_training_stop |= worker.finished
         control.should_epoch_stop |= self._accumulation is not None and self._accumulation.epoch_is_over
         due = partial(self._is_due, before, now, worker.finished)
