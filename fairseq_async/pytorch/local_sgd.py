@@ -12,6 +12,7 @@ from fairseq_async.method.global_server import local_sgd_server
 from fairseq_async.method.option_checks import check_ranks
 from fairseq_async.method.spec import MethodSpec, local_sgd_spec
 from fairseq_async.options.config import LocalSGDOptions
+from fairseq_async.pytorch.copies import Copies, MovingReplica
 from fairseq_async.pytorch.fsdp import divided_replica
 from fairseq_async.pytorch.options import parse_options
 from fairseq_async.pytorch.parameters import drop_gradients, is_skipped_by_scaler, l2_norm, step_gradients
@@ -21,7 +22,6 @@ from fairseq_async.worker.buffers import exchanged_buffers, with_buffers
 from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.overlap import local_sgd_worker
-from fairseq_async.worker.replica import TensorReplica
 from fairseq_async.worker.start.process import errors_in_one_line
 
 _REMEDY = (
@@ -80,6 +80,7 @@ class AsyncLocalSGD(AsyncTraining):
             for each, its in zip(self.optimizers, one_for_each(self.optimizers, scheduler), strict=True)
             if its is not None
         }
+        self._copies = Copies(self.optimizers, self._named)
         self._own_rates = {id(each): OwnRates(each, _REMEDY) for each in self.optimizers}
         self._called = set[int]()  # the optimizers whose step came since the last local step was complete
         self._counts = False  # whether one of these steps counts
@@ -100,7 +101,7 @@ class AsyncLocalSGD(AsyncTraining):
 
     def _make_worker(self, client: ServerConnection) -> LocalSGDWorker:
         is_writer = self._context.rank == 0
-        replica = divided_replica(self._model, self._named) or TensorReplica(self._named, is_writer)
+        replica = divided_replica(self._model, self._named) or MovingReplica(self._named, is_writer, self._copies)
         whole = with_buffers(replica, self._model, self.options, is_writer)
         self._local = local_sgd_worker(client, whole, self.options)
         return self._local
@@ -133,6 +134,7 @@ class AsyncLocalSGD(AsyncTraining):
 
     @errors_in_one_line()
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._copies.note()
         self._called.add(id(optimizer))
         if len(self._called) == len(self.optimizers):
             self._called.clear()

@@ -123,7 +123,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], ranks: int) -> None:
             raise ConfigurationError(
                 f"optimizer is a {type(each).__name__}: give a torch.optim.Optimizer, or a list of them"
             )
-        if not hasattr(each, "_optimizer_step_pre_hooks"):  # accelerate's wrapper says that it is an Optimizer
+        hooks = getattr(each, "_optimizer_step_pre_hooks", None)  # accelerate's wrapper says that it is an Optimizer
+        if hooks is None or hooks is getattr(getattr(each, "optimizer", None), "_optimizer_step_pre_hooks", None):
             raise ConfigurationError(
                 f"optimizer is a {type(each).__name__}, which wraps another: give that one, optimizer.optimizer"
             )

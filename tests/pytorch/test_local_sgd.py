@@ -4,6 +4,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -79,6 +80,44 @@ def test_it_is_diloco_with_a_scheduler(workers: Start, count: int) -> None:
     expected = diloco(count, lambda step: LR / (1 + step))
     for ended in workers(count, local_sgd_main.build).run(train):
         torch.testing.assert_close(ended.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+class Anchored(SGD):
+    """Takes the steps of SGD from a copy of the first parameters, as dual averaging does, and keeps an average."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            state = self.state[each]
+            if not state:
+                state |= {"step": 0, "sum": torch.zeros_like(each), "first": each.clone(), "slow": each.clone()}
+            state["step"] += 1
+            state["sum"] += each.grad
+            each.copy_(state["first"] - LR * state["sum"])
+            state["slow"].lerp_(each, 0.5)
+
+
+def test_copies_of_parameters_in_an_optimizer_move_with_the_parameters(workers: Start) -> None:
+    """An optimizer that steps from such a copy goes on from the server's parameters, as SGD does."""
+    lags: list[Tensor] = []
+
+    def train(worker: int, kind: type[SGD]) -> Tensor:
+        model = Point()
+        nn.init.constant_(model.theta, 2.0)
+        optimizer = kind(model.parameters(), lr=LR)
+        with AsyncLocalSGD(model, optimizer, outer="sgd", outer_lr=0.5, local_steps=H):
+            for _ in range(H * ROUNDS):
+                optimizer.zero_grad()
+                model(TARGETS[worker]).backward()
+                optimizer.step()
+        lags.extend(state["slow"] - model.theta.detach() for state in optimizer.state.values() if "slow" in state)
+        return model.theta.detach()
+
+    (expected,), (ended,) = (
+        workers(1, local_sgd_main.build).run(partial(train, kind=kind)) for kind in (SGD, Anchored)
+    )
+    torch.testing.assert_close(ended, expected)
+    assert 0 < lags[0].abs().max() < 0.6  # the average is behind by local steps alone
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
@@ -391,10 +430,13 @@ def test_what_is_no_model_or_no_optimizer_is_one_line(capsys: pytest.CaptureFixt
     model = Point()
     optimizer = SGD(model.parameters(), lr=LR)
     wrapped = cast(Any, type("AcceleratedOptimizer", (SGD,), {"__init__": lambda self: None}))()
+    shares = cast(Any, type("FabricSGD", (SGD,), {"__init__": lambda self: None}))()  # as Lightning's wrapper does
+    shares.__dict__ |= vars(optimizer) | {"optimizer": optimizer}
     for given, said in [
         ((optimizer, model), "model is a SGD: give a torch.nn.Module, or a list of them, and then its optimizer"),
         ((model, model.parameters()), "optimizer is a generator: give a torch.optim.Optimizer"),
         ((model, wrapped), "optimizer is a AcceleratedOptimizer, which wraps another: give that one"),
+        ((model, shares), "optimizer is a FabricSGD, which wraps another: give that one, optimizer.optimizer"),
         ((model, LBFGS(model.parameters())), "optimizer is LBFGS, whose step() computes the loss several times"),
     ]:
         with pytest.raises(SystemExit):
