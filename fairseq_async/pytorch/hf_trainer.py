@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.options.config import HybridOptions, LocalSGDOptions, divides_by_default
@@ -181,6 +182,11 @@ class AsyncCallback(TrainerCallback):
         return None if self._divides else (self._context.workers, self._context.worker)
 
     def _make(self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> AsyncTraining:
+        if isinstance(optimizer, LayerWiseDummyOptimizer):
+            raise ConfigurationError(
+                "optim is one of the layerwise optimizers, which step within backward(), where the run does not see "
+                "it: take the one without layerwise in its name, such as galore_adamw"
+            )
         beside = self._modules_beside(model, optimizer)
         models = [model, *beside] if beside else model
         if self.method == "local_sgd":

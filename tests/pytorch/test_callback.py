@@ -153,6 +153,8 @@ def test_what_cannot_be_divided_is_one_line(
     args = SimpleNamespace(auto_find_batch_size=False, gradient_accumulation_steps=1)
     model = torch.nn.Linear(2, 1)
     callback._trainer, callback._flow = SimpleNamespace(args=args, model=model), object()
+    with pytest.raises(ConfigurationError, match="optim is one of the layerwise optimizers, which step within backwa"):
+        callback._make(model, module.LayerWiseDummyOptimizer(optimizer_dict={}), None, 9)
     state = SimpleNamespace(max_steps=9, global_step=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(SystemExit, match="2"):
