@@ -5,7 +5,6 @@ Does not import torch, whose memory each worker would have once more.
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from fairseq_async.environment import JOINS, WORKER
 from fairseq_async.errors import USER_ERROR
 from fairseq_async.launch.command.programs import executing
-from fairseq_async.options.addresses import LOOPBACK
+from fairseq_async.options.addresses import LOOPBACK, free_port
 
 _PAUSE = 0.05
 _ENDING = 10.0  # seconds for the other ranks to end after rank 0 has ended in order
@@ -42,10 +41,8 @@ def main() -> None:
 
 def _start(line: Sequence[str], count: int) -> list[subprocess.Popen[bytes]]:
     """Starts the ranks with torchrun's variables, by which libraries find their world."""
-    with socket.create_server((LOOPBACK, 0)) as found:
-        port = found.getsockname()[1]  # free until rank 0 listens there, unless another process is faster
     world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(count))
-    world |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    world |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     numbers = (dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(count))
     return [subprocess.Popen(line, env=os.environ | world | own) for own in numbers]
 
