@@ -54,8 +54,9 @@ def check_model(model: nn.Module, ranks: int, alone: bool) -> None:
                 "the model is in FullyShardedDataParallel, of whose flat parameters each rank has a part: use "
                 "fully_shard, of which accelerate's name is fsdp_version 2"
             )
-        if isinstance(each, _OF_RANKS) and ranks == 1 and not alone:
-            _refuse("fully_shard" if isinstance(each, FSDPModule) else "DistributedDataParallel")
+        waits = next((module for module in each.modules() if isinstance(module, _OF_RANKS)), None)  # or in a wrapper
+        if waits is not None and ranks == 1 and not alone:
+            _refuse("fully_shard" if isinstance(waits, FSDPModule) else "DistributedDataParallel")
         if ranks > 1 and not isinstance(each, _OF_RANKS):
             raise ConfigurationError(
                 f"this worker has {ranks} ranks, and the model is a {type(each).__name__}: put it into "

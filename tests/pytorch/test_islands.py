@@ -107,11 +107,16 @@ def test_a_world_of_all_ranks_is_refused_and_so_is_a_model_that_waits_for_them(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = DistributedDataParallel(net())
+    within = nn.Sequential(model)  # as in Fabric's wrapper
     parts = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
     made: list[tuple[Callable[[], Any], str]] = [
         (lambda: enter_island(2), "call enter_island before init_process_group"),
         (lambda: enter_island(0), "enter_island(0): give the number of a worker's ranks"),
         (lambda: HybridAsync(model, torch.optim.SGD(model.parameters())), "ranks wait for each other: unwrap it, and"),
+        (
+            lambda: AsyncLocalSGD(within, torch.optim.SGD(model.parameters())),
+            "ranks wait for each other: unwrap it, and",
+        ),
         (lambda: AsyncLocalSGD(parts, torch.optim.SGD(parts.parameters())), "the model is in FullyShardedDataParallel"),
     ]
     for make, message in made:
