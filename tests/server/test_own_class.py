@@ -63,6 +63,12 @@ class Decays(Counting):
                 for each in group["params"]:
                     each.mul_(0.9)
 
+class Counts(Counting):
+    def __init__(self, params):
+        torch.optim.Optimizer.__init__(self, params, {"lr": 0.1, "k": 0})
+    def step(self, closure=None):
+        self.param_groups[0]["k"] += 1
+
 class Projects(Counting):
     def kept(self, each):
         return SimpleNamespace()
@@ -121,6 +127,7 @@ def test_it_steps_as_in_a_plain_loop_with_keys_of_a_group_and_what_it_keeps_in_i
         (lambda own, given: own.NoRate(given), 'NoRate, which has no "lr"'),
         (lambda own, given: own.TwoSets(given), r"TwoSets, whose eval\(\) gives the model other weights"),
         (lambda own, given: own.Decays(given), r"Decays, whose step\(\) does something where there are no gradients"),
+        (lambda own, given: own.Counts(given), r"Counts, whose step\(\) does something where there are no gradients"),
         (lambda own, given: own.Projects(given), "goes on from a state that was saved there .UnpicklingError"),
         (lambda own, given: own.OfNames([("", each["params"][0]) for each in given]), "cannot be made from its groups"),
     ],

@@ -80,8 +80,11 @@ def _try_steps(kind: str, tensors: Sequence[Tensor], make: Make) -> None:
 
     steps, still, again = "takes its steps", make(small), make(small)
     try:
+        before = _own_options(still)
         still.step()
-        moves = any(bool((each != _numbers(each.shape)).any()) for each in _parameters(still))
+        moves = _own_options(still) != before or any(
+            bool((each != _numbers(each.shape)).any()) for each in _parameters(still)
+        )
         if moves or any(map(bool, still.state.values())):
             raise ConfigurationError(
                 f"the optimizer is {kind}, whose step() does something where there are no gradients, and the worker's "
@@ -101,6 +104,11 @@ def _try_steps(kind: str, tensors: Sequence[Tensor], make: Make) -> None:
             f"the optimizer is {kind}, which the server cannot have, since no such optimizer {steps} there ({said}): "
             "use local SGD"
         ) from error
+
+
+def _own_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Returns what the constructor has given each group, such as a count of steps, which a run keeps as it is."""
+    return [_options({name: group.get(name) for name in optimizer.defaults}) for group in optimizer.param_groups]
 
 
 def _step(optimizer: Optimizer) -> None:
