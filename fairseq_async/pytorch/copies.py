@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from fairseq_async.worker.replica import TensorReplica
 
 _NEAR = 0.25  # of the squared norm; a moment is about as far from the parameters as they are long, or farther
+_PARALLEL = 1 - 1e-5  # squared cosine of a multiple of the gradient, within rounding
 
 
 class Copies:
@@ -17,7 +18,10 @@ class Copies:
     first values. Schedule-free optimizers, Lookahead, MADGRAD and Prodigy have such.
 
     A name of the state is of copies if its tensors lie near the parameters of all the model when they are first seen,
-    after the step that has made them.
+    after the step that has made them. Torch's own optimizers step from no copy.
+
+    Hazard: a moment begins as a multiple of the gradient, which may be one of the parameters, as with the loss
+    ``parameters.square().sum()``. Such a tensor is no copy.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Parameter]]) -> None:
@@ -28,6 +32,8 @@ class Copies:
     def note(self) -> None:
         """Looks at names that are new in the states."""
         for optimizer, seen, of_copies in zip(self._optimizers, self._seen, self._of_copies, strict=True):
+            if type(optimizer).__module__.startswith("torch.optim."):
+                continue
             stepped = next((each for each in self._parameters if optimizer.state.get(each)), None)
             for name in sorted(optimizer.state[stepped].keys() - seen if stepped is not None else ()):
                 seen.add(name)
@@ -48,11 +54,14 @@ class Copies:
 
     @torch.no_grad()
     def _are_near(self, optimizer: Optimizer, name: str) -> bool:
-        apart = length = 0.0
+        sums = torch.zeros(5, dtype=torch.float64)
         for value, parameter in self._pairs(optimizer, name):
-            apart += float((value.to(parameter) - parameter).square().sum())
-            length += float(parameter.square().sum())
-        return apart < _NEAR * length
+            value, gradient = value.to(parameter), parameter.grad
+            gradient = torch.zeros_like(parameter) if gradient is None else gradient.to(parameter)
+            products = [(value - parameter).square(), parameter.square(), value.square(), gradient.square()]
+            sums += torch.stack([each.sum().double().cpu() for each in [*products, value * gradient]])
+        apart, length, own, of_gradient, common = sums.tolist()
+        return apart < _NEAR * length and not common**2 >= _PARALLEL * own * of_gradient > 0
 
 
 class MovingReplica(TensorReplica):

@@ -19,6 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.pytorch import AsyncLocalSGD
+from fairseq_async.pytorch.copies import Copies
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.worker.async_worker import MOST_LEFT_OUT
 from fairseq_async.worker.server_state import fetch_state
@@ -118,6 +119,29 @@ def test_copies_of_parameters_in_an_optimizer_move_with_the_parameters(workers: 
     )
     torch.testing.assert_close(ended, expected)
     assert 0 < lags[0].abs().max() < 0.6  # the average is behind by local steps alone
+
+
+class Momentum(SGD):
+    """Keeps an average of the gradients, a tenth of the first at first."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            moment = self.state[each].setdefault("moment", torch.zeros_like(each)).lerp_(each.grad, 0.1)
+            each.sub_(LR * moment)
+
+
+@pytest.mark.parametrize("kind", [partial(SGD, momentum=0.9), Momentum])
+@pytest.mark.parametrize("curvature", [1.0, 10.0])
+def test_a_moment_is_no_copy_where_the_gradient_is_that_of_a_square(kind: Callable[..., SGD], curvature: float) -> None:
+    """A gradient is the parameters then, or its tenth is."""
+    parameter = nn.Parameter(TARGETS[0].clone())
+    optimizer = kind([parameter], lr=0.01)
+    copies = Copies([optimizer], [("parameter", parameter)])
+    (curvature * parameter.square().sum() / 2).backward()
+    optimizer.step()
+    copies.note()
+    assert optimizer.state[parameter] and not list(copies.pairs())
 
 
 @pytest.mark.parametrize("evaluates", [False, True])

@@ -12,15 +12,7 @@ from torch.optim import Optimizer
 from fairseq_async.errors import ConfigurationError
 
 Make = Callable[[Callable[[list[int]], list[Parameter]]], Optimizer]
-_HOW = {
-    "params",
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-    "param_names",
-}  # how a step is computed, and names
-
+_HOW = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}  # not what a step is
 _PLAIN = (bool, int, float, str, type(None))
 
 
