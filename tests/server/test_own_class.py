@@ -139,3 +139,12 @@ def test_one_that_the_server_would_have_otherwise_is_refused_in_one_line(
     with pytest.raises(ConfigurationError, match=message) as caught:
         describe(make(classes, groups(model)), list(model.named_parameters()))
     assert "\n" not in str(caught.value)
+
+
+def test_of_a_large_tensor_a_part_is_stepped(classes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An embedding may be alone in its group, and copies of it would take seconds and gigabytes."""
+    sizes: list[int] = []
+    monkeypatch.setattr(classes.Counting, "kept", lambda self, each: sizes.append(each.numel()))
+    embedding = nn.Parameter(torch.zeros(()).expand(60_000, 700))
+    describe(classes.Counting([embedding]), [("embedding", embedding)])
+    assert sizes and max(sizes) == 512 * 512

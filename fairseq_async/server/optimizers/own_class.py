@@ -14,6 +14,7 @@ from fairseq_async.errors import ConfigurationError
 Make = Callable[[Callable[[list[int]], list[Parameter]]], Optimizer]
 _HOW = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}  # not what a step is
 _PLAIN = (bool, int, float, str, type(None))
+_SIDE = 512  # the longest side of what is stepped for a large tensor
 
 
 def check_own_class(optimizer: Optimizer, tensors: Sequence[Tensor], make: Make) -> None:
@@ -67,7 +68,7 @@ def _try_steps(kind: str, tensors: Sequence[Tensor], make: Make) -> None:
     def small(numbers: list[int]) -> list[Parameter]:
         """The smallest tensor of each number of dimensions in a group: a matrix is often stepped otherwise."""
         by_size = sorted(numbers, key=lambda number: tensors[number].numel())
-        chosen = {tensors[number].dim(): tensors[number].shape for number in reversed(by_size)}
+        chosen = {tensors[number].dim(): _cut(tensors[number].shape) for number in reversed(by_size)}
         return [Parameter(_numbers(chosen[dim])) for dim in sorted(chosen)]
 
     steps, still, again = "takes its steps", make(small), make(small)
@@ -96,6 +97,11 @@ def _try_steps(kind: str, tensors: Sequence[Tensor], make: Make) -> None:
             f"the optimizer is {kind}, which the server cannot have, since no such optimizer {steps} there ({said}): "
             "use local SGD"
         ) from error
+
+
+def _cut(shape: torch.Size) -> torch.Size:
+    """Returns a part of a large tensor's shape: an embedding may be alone in its group."""
+    return torch.Size(min(size, _SIDE) for size in shape) if shape.numel() > _SIDE**2 else shape
 
 
 def _own_options(optimizer: Optimizer) -> list[dict[str, Any]]:
