@@ -197,7 +197,7 @@ class HybridAsync(AsyncTraining):
         for part in self._parts:
             part.optimizer.state = part.state
             warn_of_missing_moments(part.optimizer, "worker.state_dict(), too", lambda: is_saved)
-        before = [part.optimizer.register_step_pre_hook(self._exchange) for part in self._parts]
+        before = [part.optimizer.register_step_pre_hook(self._before_step) for part in self._parts]
         if self._passes is not None:
             before += self._passes.add_hooks(self._named)
         after = [part.optimizer.register_step_post_hook(part.give_back) for part in self._parts]
@@ -212,11 +212,9 @@ class HybridAsync(AsyncTraining):
                 part.optimizer.state = defaultdict(dict)
                 note_end_of_run(part.optimizer)
 
-    @errors_in_one_line()
-    def _exchange(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _prepare_step(self, optimizer: Optimizer) -> None:
         """Exchanges with the server in place of the optimizer's step, which then finds no gradients."""
-        self._check_step(args, kwargs)
-        if next(reversed(optimizer._optimizer_step_pre_hooks.values())) != self._exchange:
+        if next(reversed(optimizer._optimizer_step_pre_hooks.values())) != self._before_step:
             raise ConfigurationError(
                 "a hook before optimizer.step() was registered within the block, and would find no gradients: they are "
                 "sent before it; register it before the run begins"

@@ -113,13 +113,11 @@ class AsyncLocalSGD(AsyncTraining):
         before = [each.register_step_pre_hook(self._before_step) for each in self.optimizers]
         return before + [each.register_step_post_hook(self._after_step) for each in self.optimizers]
 
-    @errors_in_one_line()
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _prepare_step(self, optimizer: Optimizer) -> None:
         """Finds out whether the coming step counts as a local step.
 
         Gradients with NaN or Inf are dropped, since the NaN or Inf would stay in the optimizer's state.
         """
-        self._check_step(args, kwargs)
         self._check_schedule(optimizer)
         named = self._of_optimizer[id(optimizer)]
         gradients = step_gradients(named)

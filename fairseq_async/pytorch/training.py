@@ -21,6 +21,7 @@ from fairseq_async.environment import WORKER
 from fairseq_async.errors import USER_ERROR, ConfigurationError, fail, has_failed
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.options.config import ServerOptions
+from fairseq_async.pytorch.closure import ComputedLoss, closure_of
 from fairseq_async.pytorch.islands import check_model, refuse_within_ranks, unwrapped
 from fairseq_async.pytorch.parameters import (
     check_exchanged,
@@ -150,6 +151,9 @@ class AsyncTraining(ABC):
 
     @abstractmethod
     def _add_hooks(self) -> list[RemovableHandle]: ...
+
+    @abstractmethod
+    def _prepare_step(self, optimizer: Optimizer) -> None: ...
 
     # The block
 
@@ -330,13 +334,18 @@ class AsyncTraining(ABC):
 
     # Steps
 
-    def _check_step(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Refuses a step with a closure, or of more than is exchanged; ``args`` of a hook begin with the optimizer."""
-        if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
-            raise ConfigurationError("optimizer.step(closure) is not supported: compute the gradients before the step")
+    @errors_in_one_line()
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Checks and prepares a step; returns other arguments for one with a closure, which is called here."""
+        closure = closure_of(args, kwargs)
+        computed = None if closure is None else ComputedLoss(closure, [each for _, each in self._named])
+        if computed is not None and self.loss is None:
+            self.loss = computed.loss
         several = "give its optimizer too (several in a list)"
         remedy = "give the Trainer an optimizer that has it" if self.of_trainer else several
         check_exchanged(self._model, self._exchanged, remedy, self.optimizers)
+        self._prepare_step(optimizer)
+        return None if computed is None else computed.in_place(args, kwargs)
 
     def _take_loss(self) -> float | Tensor | None:
         """Returns the loss of this step, without the graph behind it, and forgets it."""

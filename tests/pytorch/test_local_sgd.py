@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.pytorch import AsyncLocalSGD
+from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
 from fairseq_async.pytorch.copies import Copies
-from fairseq_async.server.programs import local_sgd_main
+from fairseq_async.server.programs import gradient_main, local_sgd_main
 from fairseq_async.worker.async_worker import MOST_LEFT_OUT
 from fairseq_async.worker.server_state import fetch_state
 from fairseq_async.worker.start.process import check_guard
@@ -578,15 +578,72 @@ def test_a_base_that_differs_between_workers_is_one_line(
     assert len(errors) == bool(refused) and all(f"other values than the others in {refused}" in line for line in errors)
 
 
-def test_a_closure_is_refused(workers: Start, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "build", "options"),
+    [(AsyncLocalSGD, local_sgd_main.build, DILOCO), (HybridAsync, gradient_main.build, {"clip_norm": 2.0})],
+)
+def test_a_closure_computes_the_gradients_of_a_step(
+    workers: Start, kind: Any, build: Any, options: dict[str, Any], by_name: bool
+) -> None:
+    """The model is that of a loop without; the loss is reported, and returned to the loop."""
+
+    def train(worker: int, has_closure: bool) -> tuple[Tensor, list[float]]:
+        model = Point()
+        optimizer = SGD(model.parameters(), lr=LR, momentum=0.9)
+        losses, reported = [], list[Any]()
+
+        def compute() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(TARGETS[0])
+            loss.backward()
+            return loss
+
+        with kind(model, optimizer, total_steps=H * ROUNDS, **options) as training:
+            take = training._take_loss
+            training._take_loss = lambda: reported.append(take()) or reported[-1]
+            while not training.finished:
+                if has_closure:
+                    loss = optimizer.step(closure=compute) if by_name else optimizer.step(compute)
+                else:
+                    training.loss = loss = compute()
+                    optimizer.step()
+                losses.append(float(loss))
+        assert losses == list(map(float, reported))
+        return model.theta.detach(), losses
+
+    (plain, losses), (ended, returned) = (
+        workers(1, build).run(partial(train, has_closure=has_closure))[0] for has_closure in (False, True)
+    )
+    assert torch.equal(ended, plain) and plain.norm() > 1 and returned == losses
+
+
+class Sharp(SGD):
+    """Computes the gradients elsewhere, as SAM does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(1.0)
+        closure()
+
+
+class Twice(SGD):
+    def step(self, closure: Any = None) -> float:  # type: ignore[override]
+        return float(closure() + closure())
+
+
+@pytest.mark.parametrize("kind", [Sharp, Twice])
+def test_a_closure_of_which_an_optimizer_wants_other_gradients_is_refused(
+    workers: Start, capsys: pytest.CaptureFixture[str], kind: type[SGD]
+) -> None:
     def train(worker: int) -> None:
         model = Point()
-        optimizer = SGD(model.parameters(), lr=LR)
+        optimizer = kind(model.parameters(), lr=LR)
         with pytest.raises(SystemExit), AsyncLocalSGD(model, optimizer):
             optimizer.step(lambda: model(TARGETS[0]))
 
     workers(1, local_sgd_main.build).run(train)
-    assert "optimizer.step(closure) is not supported" in capsys.readouterr().err
+    assert "optimizer.step(closure) changes parameters before it calls the closure" in capsys.readouterr().err
 
 
 def test_a_spawned_process_that_imports_an_unguarded_script_says_so(
