@@ -32,6 +32,7 @@ from fairseq_async.pytorch.parameters import (
     one_model,
 )
 from fairseq_async.pytorch.steps import allow_steps, refuse_early, refuse_step, watch_steps
+from fairseq_async.server.optimizers.own_class import has_two_sets
 from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.batches import note_calls
 from fairseq_async.worker.connection.server_connection import ServerConnection
@@ -290,6 +291,9 @@ class AsyncTraining(ABC):
     @errors_in_one_line()
     def restore_parameters(self) -> None:
         """Gives the model its own parameters again, if it has the server's, but for values that were changed since."""
+        two_sets: list[Any] = [] if self.loop.state is None else [*filter(has_two_sets, self.optimizers)]
+        for optimizer in two_sets:
+            optimizer.train()  # the Trainer calls it when the next step begins, which would move the worker's own
         if changed := self.loop.changed():
             self.async_worker.check_unchanged(changed)
         self.loop.give_back(changed)

@@ -15,6 +15,8 @@ from fairseq_async.worker.changes import ParameterWatch
 from fairseq_async.worker.server_state import state_file
 from fairseq_async.worker.start.context import WorkerContext
 
+_ROUNDING = 1e-5  # of a value, or of the mean value, is less than a script changes on purpose
+
 
 class WorkerLoop:
     """One worker's training loop, whichever framework runs it.
@@ -91,7 +93,8 @@ class WorkerLoop:
 
     def give_back(self, changed: str | None = None) -> None:
         """Gives the model the worker's own parameters again, if it has the server's. Where ``changed`` names a
-        parameter, values that have changed since stay."""
+        parameter, values that have changed since stay, but for rounding errors: an optimizer that has gone to other
+        weights and back, as schedule-free ones do for a validation, leaves such."""
         if self._own is None or self.state is None:
             return
         own, servers, replica = self._own, self.state["server"]["parameters"], self.worker.replica
@@ -99,7 +102,8 @@ class WorkerLoop:
             now, size = own.clone(), replica.layout.without_buffers.size
             replica.read(now)
             now[size:] = own[size:]  # a forward pass may change buffers
-            own = torch.where(now == servers, own, now)
+            least = _ROUNDING * float(servers[:size].abs().mean())
+            own = torch.where(torch.isclose(now, servers, _ROUNDING, least), own, now)
         replica.write(own)
         self._own = self.state = None
         self.begin_step()

@@ -121,6 +121,61 @@ def test_copies_of_parameters_in_an_optimizer_move_with_the_parameters(workers: 
     assert 0 < lags[0].abs().max() < 0.6  # the average is behind by local steps alone
 
 
+class TwoSets(SGD):
+    """Trains between an average and the end of plain steps, as a schedule-free optimizer does."""
+
+    trains = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            end = self.state[each].setdefault("end", each.clone())
+            end.sub_(LR * each.grad)
+            each.lerp_(end, 0.3)
+
+    def eval(self) -> None:
+        self._go(trains=False, to_end=-1 / 9)
+
+    def train(self) -> None:
+        self._go(trains=True, to_end=0.1)
+
+    @torch.no_grad()
+    def _go(self, trains: bool, to_end: float) -> None:
+        if self.trains is not trains:
+            self.trains = trains
+            for each in self.param_groups[0]["params"]:
+                each.lerp_(self.state[each]["end"], to_end).mul_(1 + 1e-7)  # a rounding error, in all values
+
+
+@pytest.mark.parametrize("trains_within", [False, True])
+def test_a_validation_with_other_weights_loses_no_local_step(workers: Start, trains_within: bool) -> None:
+    """Of an optimizer that is put back to training within the block, which leaves rounding errors, or behind it."""
+
+    def train(worker: int) -> None:
+        model = Point()
+        model.theta.data = torch.tensor([2.1, -0.7, 3.3])
+        optimizer = TwoSets(model.parameters(), lr=LR)
+        with AsyncLocalSGD(model, optimizer, outer="sgd", local_steps=H) as training:
+            for _ in range(H + 2):
+                optimizer.zero_grad()
+                model(TARGETS[0]).backward()
+                optimizer.step()
+            own, end = model.theta.detach().clone(), optimizer.state[model.theta]["end"].clone()
+            with training.server_parameters():
+                servers = model.theta.detach().clone()
+                optimizer.eval()
+                validated = model.theta.detach().clone()
+                if trains_within:
+                    optimizer.train()
+                    assert not torch.equal(model.theta, servers)
+            optimizer.train()
+            assert (own - servers).abs().min() > 0.01 and (validated - servers).abs().min() > 0.01
+            torch.testing.assert_close(model.theta.detach(), own, rtol=1e-6, atol=0.0)
+            torch.testing.assert_close(optimizer.state[model.theta]["end"], end, rtol=1e-6, atol=0.0)
+
+    workers(1, local_sgd_main.build).run(train)
+
+
 class Momentum(SGD):
     """Keeps an average of the gradients, a tenth of the first at first."""
 

@@ -29,7 +29,7 @@ def check_own_class(optimizer: Optimizer, tensors: Sequence[Tensor], make: Make)
         ConfigurationError: the server cannot have this class, or not with these options.
     """
     kind = type(optimizer).__name__
-    if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+    if has_two_sets(optimizer):
         raise ConfigurationError(
             f"the optimizer is {kind}, whose eval() gives the model other weights than it trains, which the server "
             "would not publish: use another optimizer"
@@ -47,6 +47,11 @@ def check_own_class(optimizer: Optimizer, tensors: Sequence[Tensor], make: Make)
                 )
     with torch.random.fork_rng(devices=[]):
         _try_steps(kind, tensors, make)
+
+
+def has_two_sets(optimizer: Optimizer) -> bool:
+    """Whether the optimizer has weights for training and others for a validation, as schedule-free ones have them."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def _options(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
