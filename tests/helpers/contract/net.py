@@ -222,11 +222,20 @@ def step_another(net: Net, number: int) -> None:
         other.zero_grad()
 
 
+def begin(net: Net, number: int) -> None:
+    """Worker 0 finds the parameters with which the run begins, for no other steps before."""
+    if net.run.worker:
+        net.run.wait("at-work-0")
+    else:
+        net.run.mark("at-work-0").touch()
+
+
 def meet(net: Net, number: int) -> None:
     """Both workers are in the run before it ends."""
+    begin(net, number)
     own = number - (HALF if net.run.case.goes_on else 0)
-    if own == (1 if net.run.worker else 0):
-        net.run.mark(f"at-work-{net.run.worker}").touch()
+    if own == 1 and net.run.worker:
+        net.run.mark("at-work-1").touch()
     if own == 2:
         net.run.wait(f"at-work-{1 - net.run.worker}")
 
@@ -240,6 +249,7 @@ def die(net: Net, number: int) -> None:
 
 
 def die_and_be_waited_for(net: Net, number: int) -> None:
+    begin(net, number)
     die(net, number)
     if net.run.died_at:
         net.run.mark("back").touch()
