@@ -41,6 +41,7 @@ from fairseq_async.method.global_server import local_sgd_server
 from fairseq_async.method.option_checks import check_ranks
 from fairseq_async.method.spec import JsonObject, MethodSpec, hybrid_spec, local_sgd_spec
 from fairseq_async.options.config import AdaScaleOptions, AdasumOptions, HybridOptions, LocalSGDOptions, Section
+from fairseq_async.pytorch.copies import Copies, MovingReplica
 from fairseq_async.pytorch.parameters import note_untrained
 from fairseq_async.worker.buffers import with_buffers
 from fairseq_async.worker.connection.server_connection import ServerConnection
@@ -277,6 +278,8 @@ def _make_worker(
     """Makes the worker side of the method, which has not joined the run yet."""
     if isinstance(options, LocalSGDOptions):
         replica = with_buffers(replica_of(engine, context.rank), engine.module, options, context.rank == 0)
-        return local_sgd_worker(client, replica, options)
+        copies = Copies([engine.basic_optimizer], context.island_size)
+        engine.basic_optimizer.register_step_post_hook(lambda *_: copies.note())  # while it has gradients
+        return local_sgd_worker(client, MovingReplica(replica, copies), options)
     divided = cast(HybridEngine, engine).divided  # then a parameter without a gradient has a partition of zeros
     return HybridWorker(client, trainable(engine), divided is not None, context.rank == 0, divided)

@@ -3,87 +3,115 @@
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
+from torch import Tensor, distributed
 from torch.optim import Optimizer
 
-from fairseq_async.worker.replica import TensorReplica
+from fairseq_async.exchange.devices import Device
+from fairseq_async.pytorch.fsdp import local_parts
+from fairseq_async.worker.replica import Replica
 
 _NEAR = 0.25  # of the squared norm; a moment is about as far from the parameters as they are long, or farther
 _PARALLEL = 1 - 1e-5  # squared cosine of a multiple of the gradient, within rounding
+_WITHOUT_COPIES = ("torch.optim.", "deepspeed.", "fairseq_async.")  # modules of optimizers that step from no copy
 
 
 class Copies:
     """Finds tensors of the optimizers' states that are copies of parameters, such as slow weights, an average or the
     first values. Schedule-free optimizers, Lookahead, MADGRAD and Prodigy have such.
 
-    A name of the state is of copies if its tensors lie near the parameters of all the model when they are first seen,
-    after the step that has made them. Torch's own optimizers step from no copy.
+    A name of the state is of copies if its tensors lie near the parameters of all the model when they are first seen:
+    where a constructor has made them, before the first exchange, else after the step that has.
 
-    Hazard: a moment begins as a multiple of the gradient, which may be one of the parameters, as with the loss
-    ``parameters.square().sum()``. Such a tensor is no copy.
+    Hazards: a moment begins as a multiple of the gradient, which may be one of the parameters, as with the loss
+    ``parameters.square().sum()``. Such a tensor is no copy. All ranks of a worker must call :meth:`note` together.
+
+    Args:
+        optimizers: whose states are looked at, by the tensors that they step: parameters, or fp32 masters of them.
+        ranks: of this worker, each of which may hold a part of these tensors.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Parameter]]) -> None:
-        self._optimizers, self._parameters = optimizers, [parameter for _, parameter in named]
-        self._seen: list[set[str]] = [{"step"} for _ in optimizers]
-        self._of_copies: list[list[str]] = [[] for _ in optimizers]
+    def __init__(self, optimizers: Sequence[Optimizer], ranks: int = 1) -> None:
+        given = [each for each in optimizers if not type(each).__module__.startswith(_WITHOUT_COPIES)]
+        self._known: list[tuple[Optimizer, dict[str, bool]]] = [(each, {"step": False}) for each in given]
+        self._ranks = ranks
 
-    def note(self) -> None:
-        """Looks at names that are new in the states."""
-        for optimizer, seen, of_copies in zip(self._optimizers, self._seen, self._of_copies, strict=True):
-            if type(optimizer).__module__.startswith("torch.optim."):
-                continue
-            stepped = next((each for each in self._parameters if optimizer.state.get(each)), None)
-            for name in sorted(optimizer.state[stepped].keys() - seen if stepped is not None else ()):
-                seen.add(name)
-                if self._are_near(optimizer, name):
-                    of_copies.append(name)
+    def note(self, stepped: bool = True) -> None:
+        """Looks at names that are new in the states; before a step, one that is of no copies is looked at again."""
+        for optimizer, known in self._known:
+            for name in sorted({name for _, state in _states(optimizer) for name in state} - known.keys()):
+                are_copies = self._are_near(optimizer, name)
+                if are_copies or stepped:
+                    known[name] = are_copies
 
-    def pairs(self) -> Iterator[tuple[Tensor, Parameter]]:
-        """Yields each copy and its parameter."""
-        for optimizer, names in zip(self._optimizers, self._of_copies, strict=True):
-            for name in names:
-                yield from self._pairs(optimizer, name)
-
-    def _pairs(self, optimizer: Optimizer, name: str) -> Iterator[tuple[Tensor, Parameter]]:
-        for parameter in self._parameters:
-            value = optimizer.state.get(parameter, {}).get(name)
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point():
-                yield value, parameter
+    def pairs(self) -> Iterator[Sequence[Tensor]]:
+        """Yields this rank's part of each copy and of the tensor that is stepped."""
+        for optimizer, known in self._known:
+            for name in (name for name, are_copies in known.items() if are_copies):
+                yield from map(local_parts, _pairs(optimizer, name))
 
     @torch.no_grad()
     def _are_near(self, optimizer: Optimizer, name: str) -> bool:
         sums = torch.zeros(5, dtype=torch.float64)
-        for value, parameter in self._pairs(optimizer, name):
-            value, gradient = value.to(parameter), parameter.grad
-            gradient = torch.zeros_like(parameter) if gradient is None else gradient.to(parameter)
-            products = [(value - parameter).square(), parameter.square(), value.square(), gradient.square()]
-            sums += torch.stack([each.sum().double().cpu() for each in [*products, value * gradient]])
-        apart, length, own, of_gradient, common = sums.tolist()
+        for value, tensor in _pairs(optimizer, name):
+            gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            value, tensor, gradient = (each.float() for each in local_parts([value.to(tensor), tensor, gradient]))
+            products = [(value - tensor).square(), tensor.square(), value.square(), gradient.square(), value * gradient]
+            sums += torch.stack([each.sum() for each in products]).cpu().double()
+        apart, length, own, of_gradient, common = self._of_all_ranks(optimizer, sums).tolist()
         return apart < _NEAR * length and not common**2 >= _PARALLEL * own * of_gradient > 0
 
+    def _of_all_ranks(self, optimizer: Optimizer, sums: Tensor) -> Tensor:
+        """Adds up the sums of a worker's ranks, which may hold parts: all are to find the same."""
+        if self._ranks > 1:
+            device = next(tensor.device for tensor, _ in _states(optimizer))
+            sums = sums.float().to(device)  # accelerators have no float64 in each collective library
+            distributed.all_reduce(sums)
+        return sums
 
-class MovingReplica(TensorReplica):
+
+def _states(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, object]]]:
+    """Returns the tensors that have a state, with it. DeepSpeed takes them out of the groups between two steps."""
+    return [(tensor, state) for tensor, state in optimizer.state.items() if isinstance(tensor, Tensor)]
+
+
+def _pairs(optimizer: Optimizer, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+    for tensor, state in _states(optimizer):
+        value = state.get(name)
+        if isinstance(value, Tensor) and value.shape == tensor.shape and value.is_floating_point():
+            yield value, tensor
+
+
+class MovingReplica:
     """A replica whose parameters take the copies with them, as if those had always been where the parameters are now:
-    an optimizer that mixes both would else take the model back to where this worker was by itself.
+    an optimizer that mixes both would else take the model back to where this worker was by itself."""
 
-    Args:
-        rest: as of :class:`TensorReplica`.
-    """
+    def __init__(self, replica: Replica, copies: Copies) -> None:
+        self._replica, self._copies = replica, copies
+        self.layout = replica.layout
 
-    def __init__(self, named: Sequence[tuple[str, Tensor]], is_writer: bool, copies: Copies) -> None:
-        super().__init__(named, is_writer)
-        self._copies, self._own = copies, {id(tensor) for _, tensor in named}
+    @property
+    def named(self) -> Sequence[tuple[str, Tensor]]:
+        return self._replica.named
+
+    @property
+    def device(self) -> Device:
+        return self._replica.device
+
+    def read(self, flat: Tensor, shared: bool = False) -> None:
+        self._replica.read(flat, shared)
+
+    def subtract(self, flat: Tensor) -> None:
+        self._replica.subtract(flat)
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
-        pairs = [(copy, parameter) for copy, parameter in self._copies.pairs() if id(parameter) in self._own]
-        for copy, parameter in pairs:
-            copy.sub_(parameter)
-        super().write(flat)
-        for copy, parameter in pairs:
-            copy.add_(parameter)
+        self._copies.note(stepped=False)
+        pairs = list(self._copies.pairs())
+        for copy, tensor in pairs:
+            copy.sub_(tensor)
+        self._replica.write(flat)
+        for copy, tensor in pairs:
+            copy.add_(tensor)
 
     def part(self, tensors: slice) -> "MovingReplica":
-        return MovingReplica(self.named[tensors], self._is_writer, self._copies)
+        return MovingReplica(self._replica.part(tensors), self._copies)

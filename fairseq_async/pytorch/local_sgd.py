@@ -22,6 +22,7 @@ from fairseq_async.worker.buffers import exchanged_buffers, with_buffers
 from fairseq_async.worker.connection.server_connection import ServerConnection
 from fairseq_async.worker.local_sgd import LocalSGDWorker
 from fairseq_async.worker.overlap import local_sgd_worker
+from fairseq_async.worker.replica import TensorReplica
 from fairseq_async.worker.start.process import errors_in_one_line
 
 _REMEDY = (
@@ -80,7 +81,7 @@ class AsyncLocalSGD(AsyncTraining):
             for each, its in zip(self.optimizers, one_for_each(self.optimizers, scheduler), strict=True)
             if its is not None
         }
-        self._copies = Copies(self.optimizers, self._named)
+        self._copies = Copies(self.optimizers, self._context.island_size)
         self._own_rates = {id(each): OwnRates(each, _REMEDY) for each in self.optimizers}
         self._called = set[int]()  # the optimizers whose step came since the last local step was complete
         self._counts = False  # whether one of these steps counts
@@ -101,9 +102,9 @@ class AsyncLocalSGD(AsyncTraining):
 
     def _make_worker(self, client: ServerConnection) -> LocalSGDWorker:
         is_writer = self._context.rank == 0
-        replica = divided_replica(self._model, self._named) or MovingReplica(self._named, is_writer, self._copies)
+        replica = divided_replica(self._model, self._named) or TensorReplica(self._named, is_writer)
         whole = with_buffers(replica, self._model, self.options, is_writer)
-        self._local = local_sgd_worker(client, whole, self.options)
+        self._local = local_sgd_worker(client, MovingReplica(whole, self._copies), self.options)
         return self._local
 
     def _add_hooks(self) -> list[RemovableHandle]:

@@ -28,6 +28,7 @@ LOCAL = {
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6}}
 BF16 = {"bf16": {"enabled": True}}
 FLOAT16 = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+HALVED = {"async_training": LOCAL | {"outer_lr": 0.5}}
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "overlap": ("diloco", {"async_training": LOCAL | {"overlap": True}}),
     "accumulated": ("diloco", {"async_training": LOCAL, "gradient_accumulation_steps": 2}),
@@ -41,6 +42,10 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "nan_float16": ("diloco", {"async_training": LOCAL, **FLOAT16}),
     "nan_hybrid": ("hybrid_async", {"async_training": {"updates_per_step": 2, "total_steps": STEPS // 2}}),
     "hybrid": ("hybrid_async", {"async_training": {"total_steps": STEPS}, "gradient_accumulation_steps": 2}),
+    "copying": ("diloco", HALVED),
+    "copying_bf16": ("diloco", {**HALVED, **BF16}),
+    "copying_zero_2": ("diloco", {**HALVED, "zero_optimization": {"stage": 2}, **BF16}),
+    "copying_zero_3": ("diloco", {**HALVED, "zero_optimization": {"stage": 3, "sub_group_size": 100}}),
 }
 SPOILT = 5  # the batch whose loss is NaN
 SPOILT_FIRST = 4  # in nan_hybrid, the first of the two of a step
@@ -59,7 +64,9 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
         number = SPOILT_FIRST if name == "nan_hybrid" else SPOILT
         spoilt = ["--spoil", number] if name.startswith("nan") else []
         loaded = ["--load-weights", out / "bf16" / "checkpoint"] if name == "bf16_again" else []
-        lines.append([str(each) for each in ("--out", out / name, *config, "--save-at", batches, *spoilt, *loaded)])
+        copying = ["--copying"] if name.startswith("copying") else []
+        given = ("--out", out / name, *config, "--save-at", batches, *spoilt, *loaded, *copying)
+        lines.append([str(each) for each in given])
     (out / "jobs.json").write_text(json.dumps(lines))
     line = [command("python"), "-m", "tests.helpers.deepspeed_jobs", out / "jobs.json"]
     with Processes() as processes:
@@ -84,22 +91,36 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
 
 
-def plain(drawn: list[float], rates: list[float], micro_batches: int, steps: int = STEPS) -> torch.Tensor:
-    """What torch comes to in float64, on the samples with these first numbers, in batches of eight."""
+def plain(
+    drawn: list[float], rates: list[float], micro_batches: int, steps: int = STEPS, outer_lr: float = 1.0
+) -> torch.Tensor:
+    """What torch comes to in float64, on the samples with these first numbers, in batches of eight; of what a round has
+    moved, the server takes the part ``outer_lr``."""
     model, (inputs, targets) = network(), samples()
     numbers = [int((inputs[:, 0] - first).abs().argmin()) for first in drawn]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    before = nn.utils.parameters_to_vector(model.parameters()).detach()
     for step in range(steps):
         batch = numbers[step * 8 * micro_batches : (step + 1) * 8 * micro_batches]
         optimizer.zero_grad()
         nn.functional.mse_loss(model(inputs[batch].double()), targets[batch]).backward()
         optimizer.param_groups[0]["lr"] = rates[step * micro_batches]
         optimizer.step()
+        if (step + 1) % LOCAL["local_steps"] == 0:
+            before = before.lerp(nn.utils.parameters_to_vector(model.parameters()).detach(), outer_lr)
+            nn.utils.vector_to_parameters(before.clone(), model.parameters())
     return flat(model.state_dict())
 
 
 def flat(state: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.double().flatten() for tensor in state.values()])
+
+
+def server_parameters(out: Path) -> torch.Tensor:
+    """Those in the checkpoint."""
+    (state,) = (out / "checkpoint").glob("*/async_server.pt")
+    parameters: torch.Tensor = torch.load(state, weights_only=True)["server"]["parameters"]
+    return parameters
 
 
 def error(of: torch.Tensor, expected: torch.Tensor) -> float:
@@ -134,8 +155,7 @@ def test_local_steps_that_the_server_takes_as_they_are_are_plain_sgd(
     if name == "overlap":  # whose last steps the server had not heard of when the checkpoint was written
         assert error(flat(model), ended) < tolerance
         return
-    (state,) = (out / "checkpoint").glob("*/async_server.pt")
-    server = torch.load(state, weights_only=True)["server"]["parameters"]
+    server = server_parameters(out)
     assert server.dtype == torch.float32 and error(server.double(), ended) < tolerance
     assert torch.equal(flat(model), server.to(KINDS.get(name, torch.float32)).double())
 
@@ -156,6 +176,19 @@ def test_fragments_that_the_server_takes_as_they_are_are_plain_sgd_till_they_are
     model = flat(torch.load(out / "worker-0-0.pt", weights_only=True))
     before, ended = (plain(seen["drawn"], seen["rates"], 1, steps) for steps in (STEPS - 2, STEPS))
     assert error(model, torch.cat([before[:128], ended[128:]])) < EXACT < error(model, ended)
+
+
+COPYING = {"copying": EXACT, "copying_bf16": BRAIN, "copying_zero_2": BRAIN, "copying_zero_3": EXACT}
+
+
+@pytest.mark.parametrize(("name", "tolerance"), COPYING.items())
+def test_copies_of_parameters_in_an_optimizer_move_with_the_parameters(
+    result: Result, name: str, tolerance: float
+) -> None:
+    """Also those of fp32 masters, and of partitions of these that are stepped one after the other."""
+    out, seen = result(name)
+    ended = plain(seen["drawn"], seen["rates"], 1, outer_lr=0.5)
+    assert error(server_parameters(out).double(), ended) < tolerance
 
 
 WITH_NAN = {"nan_overlap": EXACT, "nan_bf16": BRAIN, "nan_float16": HALF}

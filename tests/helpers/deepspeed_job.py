@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fairseq_async.deepspeed_plugin as deepspeed_async
+from tests.helpers.anchored import Anchored
 
 
 def configuration(args: argparse.Namespace) -> dict[str, Any]:
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--load-weights", help="a checkpoint to load as one of plain DeepSpeed, without its optimizer")
     parser.add_argument("--save-at", type=int, default=0)
     parser.add_argument("--spoil", type=int, default=-1, help="number of a batch whose loss is NaN")
+    parser.add_argument("--copying", action="store_true", help="give an optimizer that has copies of parameters")
     parser.add_argument("--change", default="{}", help="JSON that is laid over the configuration")
     deepspeed.add_config_arguments(parser)
     args = parser.parse_args()
@@ -41,8 +43,9 @@ def main() -> None:
     data = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = Anchored(model.parameters(), **config.pop("optimizer")["params"]) if args.copying else None
     engine, _, loader, _ = deepspeed_async.initialize(
-        args=args, model=model, model_parameters=model.parameters(), training_data=data, config=config
+        args, model, optimizer, model.parameters(), training_data=data, config=config
     )
     if args.load:
         engine.load_checkpoint(args.load)

@@ -1,7 +1,8 @@
-"""A loop round a model of FSDP2: ``fsdp_job.py METHOD PRECISION OUT``; METHOD is plain, hybrid, local or mortal.
+"""A loop round a model of FSDP2: ``fsdp_job.py METHOD PRECISION OUT``, with a METHOD of these.
 
-A worker has two ranks, but for "plain", which has no run. Each rank leaves the whole parameters in OUT-RANK.pt. In
-"mortal", rank 1 of worker 1 dies once.
+METHOD is plain, hybrid, local, half, copying or mortal. A worker has two ranks, but for "plain", which has no run. Each
+rank leaves the whole parameters in OUT-RANK.pt. The server takes half of a round in "half", where SGD steps, and in
+"copying", whose optimizer has copies of parameters. In "mortal", rank 1 of worker 1 dies once.
 """
 
 import os
@@ -18,13 +19,18 @@ from torch.distributed.tensor import DTensor
 
 from fairseq_async.environment import RANKS
 from fairseq_async.torch import AsyncLocalSGD, HybridAsync, enter_island
+from tests.helpers.anchored import Anchored
 from tests.helpers.plain_loop import AS_IT_IS, STEPS, net
 
 METHODS: dict[str, Any] = {
     "hybrid": partial(HybridAsync, barrier=True),
     "local": partial(AsyncLocalSGD, **AS_IT_IS),
+    "half": partial(AsyncLocalSGD, **AS_IT_IS | {"outer_lr": 0.5}),
+    "copying": partial(AsyncLocalSGD, **AS_IT_IS | {"outer_lr": 0.5}),
     "mortal": HybridAsync,
 }
+
+OPTIMIZERS: dict[str, Any] = {"half": torch.optim.SGD, "copying": Anchored}
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
@@ -46,7 +52,7 @@ def main(method: str, precision: str, out: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if precision == "policy" else MixedPrecisionPolicy()
     for module in (model[0], model[2], model):  # type: ignore[index]
         fully_shard(module, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = OPTIMIZERS.get(method, torch.optim.AdamW)(model.parameters(), lr=0.01)
     found, rank = {}, distributed.get_rank()
     make = METHODS.get(method, lambda *_, **__: nullcontext())
     with make(model, optimizer, total_steps=STEPS, run_dir=f"{out}.run") as worker:

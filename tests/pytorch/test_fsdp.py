@@ -66,6 +66,13 @@ def test_local_steps_that_the_server_takes_as_they_are_are_plain_fsdp(run: Run) 
         torch.testing.assert_close(each["model"], plain[0]["model"], rtol=0, atol=1e-7)
 
 
+def test_copies_of_parameters_in_an_optimizer_move_with_the_parameters(run: Run) -> None:
+    """Each rank moves its part, also one that has no row of a tensor."""
+    plain, copying = run(2, "half", "fp32"), run(2, "copying", "fp32")
+    for each in copying:
+        torch.testing.assert_close(each["model"], plain[0]["model"], rtol=0, atol=1e-6)
+
+
 def test_two_workers_with_a_barrier_are_plain_fsdp_on_all_ranks(run: Run) -> None:
     plain, found = run(4, "plain", "fp32"), run(4, "hybrid", "fp32")
     for each in found:

@@ -24,6 +24,7 @@ from fairseq_async.server.programs import gradient_main, local_sgd_main
 from fairseq_async.worker.async_worker import MOST_LEFT_OUT
 from fairseq_async.worker.server_state import fetch_state
 from fairseq_async.worker.start.process import check_guard
+from tests.helpers.anchored import Anchored
 from tests.helpers.thread_workers import ThreadWorkers
 
 Start = Callable[..., ThreadWorkers]
@@ -83,30 +84,27 @@ def test_it_is_diloco_with_a_scheduler(workers: Start, count: int) -> None:
         torch.testing.assert_close(ended.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-class Anchored(SGD):
-    """Takes the steps of SGD from a copy of the first parameters, as dual averaging does, and keeps an average."""
+class Early(Anchored):
+    """Makes the copies before the first step, as some constructors do."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
         for each in self.param_groups[0]["params"]:
-            state = self.state[each]
-            if not state:
-                state |= {"step": 0, "sum": torch.zeros_like(each), "first": each.clone(), "slow": each.clone()}
-            state["step"] += 1
-            state["sum"] += each.grad
-            each.copy_(state["first"] - LR * state["sum"])
-            state["slow"].lerp_(each, 0.5)
+            copies = {"first": each.detach().clone(), "slow": each.detach().clone()}
+            self.state[each] = {"step": 0, "sum": torch.zeros_like(each), **copies}
 
 
-def test_copies_of_parameters_in_an_optimizer_move_with_the_parameters(workers: Start) -> None:
-    """An optimizer that steps from such a copy goes on from the server's parameters, as SGD does."""
+@pytest.mark.parametrize("copying", [Anchored, Early])
+def test_copies_of_parameters_in_an_optimizer_move_with_the_parameters(workers: Start, copying: type[SGD]) -> None:
+    """An optimizer that steps from such a copy goes on from the server's parameters, as SGD does, also from those that
+    a worker takes when it joins."""
     lags: list[Tensor] = []
 
     def train(worker: int, kind: type[SGD]) -> Tensor:
         model = Point()
-        nn.init.constant_(model.theta, 2.0)
+        nn.init.constant_(model.theta, 2.0 + worker)
         optimizer = kind(model.parameters(), lr=LR)
-        with AsyncLocalSGD(model, optimizer, outer="sgd", outer_lr=0.5, local_steps=H):
+        with AsyncLocalSGD(model, optimizer, outer="diloco", outer_lr=0.5, outer_momentum=0.0, local_steps=H):
             for _ in range(H * ROUNDS):
                 optimizer.zero_grad()
                 model(TARGETS[worker]).backward()
@@ -114,8 +112,8 @@ def test_copies_of_parameters_in_an_optimizer_move_with_the_parameters(workers: 
         lags.extend(state["slow"] - model.theta.detach() for state in optimizer.state.values() if "slow" in state)
         return model.theta.detach()
 
-    (expected,), (ended,) = (
-        workers(1, local_sgd_main.build).run(partial(train, kind=kind)) for kind in (SGD, Anchored)
+    (expected, _), (ended, _) = (
+        workers(2, local_sgd_main.build).run(partial(train, kind=kind)) for kind in (SGD, copying)
     )
     torch.testing.assert_close(ended, expected)
     assert 0 < lags[0].abs().max() < 0.6  # the average is behind by local steps alone
@@ -192,7 +190,7 @@ def test_a_moment_is_no_copy_where_the_gradient_is_that_of_a_square(kind: Callab
     """A gradient is the parameters then, or its tenth is."""
     parameter = nn.Parameter(TARGETS[0].clone())
     optimizer = kind([parameter], lr=0.01)
-    copies = Copies([optimizer], [("parameter", parameter)])
+    copies = Copies([optimizer])
     (curvature * parameter.square().sum() / 2).backward()
     optimizer.step()
     copies.note()
