@@ -34,6 +34,8 @@ def initialize(monkeypatch: pytest.MonkeyPatch) -> Any:
         "server_description",
         "_init_distributed",
         "HybridWorker",
+        "Copies",
+        "MovingReplica",
     ]
     for name in [*names, "replica_of", "with_buffers", "local_sgd_worker", "leave_at_exit"]:
         monkeypatch.setattr(module, name, MagicMock(name=name))
@@ -78,7 +80,12 @@ def test_a_rank_of_local_sgd_has_its_workers_share_and_monitor_and_its_place_in_
     worker = initialize.local_sgd_worker()
     initialize.replica_of.assert_called_once_with(engine, 1)
     assert initialize.with_buffers.call_args.args == (initialize.replica_of(), engine.module, options, False)
-    assert initialize.local_sgd_worker.call_args_list[0].args == (client, initialize.with_buffers(), options)
+    initialize.Copies.assert_called_once_with([engine.basic_optimizer], CONTEXT.island_size)
+    moving = initialize.MovingReplica
+    moving.assert_called_once_with(initialize.with_buffers(), initialize.Copies())
+    assert initialize.local_sgd_worker.call_args_list[0].args == (client, moving(), options)
+    engine.basic_optimizer.register_step_post_hook.call_args.args[0](engine.basic_optimizer, (), {})
+    initialize.Copies().note.assert_called_once_with()
     initialize.note_untrained.assert_called_once_with(worker, engine.module, {id(engine.weight)})
     ((given_worker, spec, context, run_dir), _) = engine.set_up.call_args
     assert (given_worker, context, run_dir) == (worker, CONTEXT, Path("runs/x"))
