@@ -13,13 +13,14 @@ from unittest.mock import MagicMock
 
 import deepspeed
 import pytest
+import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 
 from fairseq_async import deepspeed_plugin
 from fairseq_async.deepspeed_plugin import checks, dry_run
 from fairseq_async.deepspeed_plugin import config as configuration
 from fairseq_async.deepspeed_plugin.engines import checkpoints
-from fairseq_async.deepspeed_plugin.server_description import without_masters
+from fairseq_async.deepspeed_plugin.server_description import half_precision, without_masters
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.options.config import HybridOptions
 from fairseq_async.worker.start.context import WorkerContext
@@ -340,18 +341,20 @@ def test_a_checkpoint_of_zero_is_for_as_many_ranks_as_have_saved_it(
 
 
 @pytest.mark.parametrize(
-    "half",
+    ("half", "kind"),
     [
-        {},
-        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
-        {"bfloat16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
-        {"fp16": {"enabled": True}},
+        ({}, None),
+        ({"fp16": {"enabled": False}, "bf16": {"immediate_grad_update": True}, "bfloat16": None}, None),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, torch.bfloat16),
+        ({"bfloat16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, torch.bfloat16),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, torch.float16),
     ],
 )
 def test_deepspeed_is_told_nothing_of_masters_and_sums_that_the_server_or_this_package_has(
-    half: dict[str, Any],
+    half: dict[str, Any], kind: torch.dtype | None
 ) -> None:
     """In ZeRO 3 it has masters itself, which do not step here."""
+    assert half_precision(half) is kind
     config = {"train_batch_size": 4, "zero_optimization": {"stage": 2}} | half
     assert without_masters(config) == {"train_batch_size": 4, "zero_optimization": {"stage": 0}}
     assert without_masters({"train_batch_size": 4} | half) == {"train_batch_size": 4}

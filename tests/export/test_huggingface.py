@@ -221,17 +221,24 @@ def test_a_base_is_for_adapters_and_needs_peft(model: Any, tmp_path: Path, monke
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"task_type": None},
+        {"task_type": "CAUSAL_LM", "use_dora": True},
+        {"task_type": "CAUSAL_LM", "modules_to_save": ["lm_head"]},
+    ],
+    ids=str,
+)
 def test_peft_loads_and_merges_what_is_written(
     transformers: Any, model: Any, tmp_path: Path, options: dict[str, Any]
 ) -> None:
+    """The task says of which class the model is, and its configuration only where there is none."""
     peft = pytest.importorskip("peft")
     model.config.tie_word_embeddings = "modules_to_save" not in options
     model.save_pretrained(tmp_path / "base")
     base = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "base")
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False, **options
-    )
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False, **options)
     trained = peft.get_peft_model(base, config)
     with torch.no_grad():
         for parameter in trained.parameters():
@@ -248,6 +255,9 @@ def test_peft_loads_and_merges_what_is_written(
     assert files[0].keys() == files[1].keys()
     fresh = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "base")
     assert torch.equal(peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()(TOKENS).logits, expected)
+    if options["task_type"] is not None:
+        described = json.loads((tmp_path / "base" / "config.json").read_text())
+        (tmp_path / "base" / "config.json").write_text(json.dumps(described | {"architectures": ["GPT2Model"]}))
     export(run, tmp_path / "merged", base=tmp_path / "base")
     merged, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not info["missing_keys"] and not (tmp_path / "merged" / "adapter").exists()

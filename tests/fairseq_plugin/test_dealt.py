@@ -8,6 +8,7 @@ from fairseq.data.iterators import EpochBatchIterator, GroupedIterator
 from torch.utils.data import Dataset
 
 from fairseq_async.fairseq_plugin.compat.dealt import DEALT, DealtEpochs, can_be_dealt, grouped
+from fairseq_async.fairseq_plugin.replayed import ReplayedWorker
 from fairseq_async.server.rounds.dealer import Dealer
 
 BATCHES = 11  # of two workers with four each in a step: a step of eight, and one of three that is filled up
@@ -60,6 +61,26 @@ def test_workers_of_equal_speed_draw_fairseqs_own_parts_step_by_step(num_workers
             assert epochs.epoch == epoch and epochs.end_of_epoch() and sizes == [0, 4]
             expected = part(worker, epoch, shuffle=epoch > curriculum)
             assert list(filter(len, drawn)) == list(filter(len, expected)) and len(drawn) == 8
+
+
+def test_a_replay_draws_as_fairseq_trains() -> None:
+    """The first epoch is in the order of the data, and the later ones have two batches in a step."""
+    begun, epochs = list[int](), iterator(num_shards=2, shard_id=1)
+    trainer = SimpleNamespace(
+        get_train_iterator=lambda *_, **__: epochs, begin_epoch=begun.append, lr_step=lambda *_: None
+    )
+    cfg = SimpleNamespace(
+        dataset=SimpleNamespace(curriculum=1),
+        distributed_training=SimpleNamespace(fix_batches_to_gpus=False),
+        optimization=SimpleNamespace(update_freq=[1, 2], skip_remainder_batch=False),
+    )
+    task = SimpleNamespace(has_sharded_data=lambda split: False)
+    replayed: Any = SimpleNamespace(cfg=cfg, trainer=trainer, task=task)
+    drawn = ReplayedWorker._draw(replayed)
+    for epoch, frequency in ((1, 1), (2, 2), (3, 2)):
+        steps = [next(drawn) for _ in range(6 // frequency)]
+        assert {len(step) for step in steps} == {frequency} and begun[-1] == epoch
+        assert [batch for step in steps for batch in step] == part(1, epoch, shuffle=epoch > 1)
 
 
 def test_whatever_the_shares_each_batch_of_a_pass_is_drawn_once_by_all_workers_together() -> None:

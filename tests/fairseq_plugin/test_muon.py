@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fairseq_async.fairseq_plugin.compat.muon import FairseqMuon, MuonConfig
 from tests.helpers.commands import HELPERS, Processes, train_alone
 from tests.helpers.run_files import load, relative_differences
 
@@ -54,6 +55,16 @@ def test_a_checkpoint_has_a_momentum_for_each_matrix_and_two_moments_for_all_els
     assert all(each.keys() == {"momentum_buffer"} and each["momentum_buffer"].dim() == 2 for each in muon)
     assert all({"exp_avg", "exp_avg_sq"} <= each.keys() for each in rest) and len(muon) > 5
     assert any(torch.is_tensor(each["exp_avg"]) and each["exp_avg"].dim() == 2 for each in rest)  # embeddings
+
+
+def test_the_optimizer_has_the_options_of_the_flags() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))]
+    for parameter in parameters:
+        vars(parameter)["use_muon"] = parameter.dim() == 2
+    cfg = MuonConfig(muon_momentum=0.5, muon_betas="(0.8, 0.7)", weight_decay=0.25, lr=[0.125])
+    given = {"lr": 0.125, "weight_decay": 0.25, "momentum": 0.5, "betas": (0.8, 0.7)}
+    for group in FairseqMuon(cfg, parameters).optimizer.param_groups:
+        assert group.items() >= given.items()
 
 
 def test_a_worker_in_fp16_is_one_line_of_error(runs: tuple[Path, dict[str, tuple[int, str]]]) -> None:

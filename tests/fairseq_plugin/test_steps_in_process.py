@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ from fairseq.trainer import Trainer
 from torch.nn import Parameter
 
 from fairseq_async.errors import ConfigurationError
+from fairseq_async.fairseq_plugin import local_sgd
 from fairseq_async.fairseq_plugin.compat.dealt import DealtEpochs
+from fairseq_async.worker import loop
 from tests.helpers.fairseq_trainers import HYBRID, LOCAL, Trainers, saved_updates, step
 from tests.helpers.run_files import events
+from tests.helpers.stand_ins import Clock
 
 FP16 = f"{HYBRID} --fp16 --fp16-init-scale 8 --fp16-scale-window 2 --clip-norm 1"
 BOTH = pytest.mark.parametrize("method", [HYBRID, LOCAL])
@@ -50,6 +54,21 @@ def test_what_a_rank_sends_is_of_the_batches_of_all_ranks_of_its_worker(
     batches = 2 * (1 + sum(parts))
     assert (event[counts], event["epochs"]) == (batches, batches / 16)
     assert event["loss"] == pytest.approx(sum(losses) / 2)
+
+
+def test_the_time_of_a_local_step_is_that_of_its_own_batches(trainers: Trainers) -> None:
+    """And none between two steps, in which fairseq reads data, validates and saves."""
+    clock = Clock()
+    time = SimpleNamespace(perf_counter=clock, sleep=lambda seconds: None)
+    for module in (loop, local_sgd):
+        trainers.patch.setattr(module, "time", time)
+    trainer = trainers.join(f"{LOCAL} --local-steps 2")
+    trainer.model.net.register_forward_hook(lambda *_: setattr(clock, "now", clock.now + 2.0))
+    for _ in range(2):
+        clock.now += 100.0
+        step(trainer)
+    (event,) = events(trainers.run_dir)
+    assert (event["step_seconds"], event["computing_seconds"]) == (2.0, 4.0)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,9 @@ def test_a_line_that_cannot_be_written_is_lost_and_ends_nothing(tmp_path: Path, 
     display.say("update 1")
     assert not display.console._buffer
     assert display.closed == (code == errno.EPIPE), "a view that nobody reads may end; a run goes on"
+    with Display(Progress(tmp_path, 1), Console(file=NoRoom(code), force_terminal=True)) as shown:
+        shown.refresh()
+    assert shown.closed == display.closed
 
 
 def test_where_there_is_no_terminal_a_line_comes_every_ten_seconds(tmp_path: Path) -> None:

@@ -411,7 +411,7 @@ def test_a_command_that_cannot_be_launched_is_refused(arguments: list[str], mess
         WorkerCommand(arguments)
 
 
-@pytest.mark.parametrize("slowdown", ["1,4,2", "1,0.5", "1,fast", "1,nan", "inf,1"])
+@pytest.mark.parametrize("slowdown", ["1,4,2", "1,,4", "1,0.5", "1,fast", "1,nan", "inf,1"])
 def test_slowdown_needs_a_factor_for_each_worker(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], slowdown: str
 ) -> None:

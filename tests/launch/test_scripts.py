@@ -136,9 +136,12 @@ def test_the_command_to_join_is_that_of_this_process_without_what_belongs_to_its
     main = ModuleType("__main__")
     main.__file__ = "train.py"
     monkeypatch.setitem(sys.modules, "__main__", main)
-    said = invitation("10.0.0.1:29400", Path("/run/.token"), own_command())
-    line = "fairseq-async join 10.0.0.1:29400 --token-file /run/.token -- python train.py --lr 0.1 --name 'two words'"
-    assert said == f"server at 10.0.0.1:29400; one more worker joins with: {line}"
+    for tls, more in ((None, ""), (Path("/run/tls"), " --tls /run/tls")):
+        said = invitation("10.0.0.1:29400", Path("/run/.token"), own_command(), tls)
+        line = f"fairseq-async join 10.0.0.1:29400 --token-file /run/.token{more} -- python train.py"
+        assert said == f"server at 10.0.0.1:29400; one more worker joins with: {line} --lr 0.1 --name 'two words'"
+    monkeypatch.setattr(sys, "argv", [sys.executable, *job[1:]])  # a program that pip has installed
+    assert own_command() == [Path(sys.executable).name, "--lr", "0.1", "--name", "two words"]
     main.__spec__ = ModuleSpec("package.train.__main__", None)
     assert own_command() == ["python", "-m", "package.train", "--lr", "0.1", "--name", "two words"]
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # of a notebook

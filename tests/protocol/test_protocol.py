@@ -2,6 +2,7 @@
 
 import json
 import math
+import socket
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 
 from fairseq_async import protocol
 from fairseq_async.errors import ProtocolError, RefusedError
+from fairseq_async.exchange import Channel
 from fairseq_async.exchange.channel import LARGEST
 from fairseq_async.method.spec import JsonObject, MethodSpec, ServerSettings
 from fairseq_async.protocol import (
@@ -33,6 +35,7 @@ from fairseq_async.protocol import (
     parse_request,
     parsing,
 )
+from fairseq_async.protocol.client_connection import Connection
 from fairseq_async.server.optimizers.learning_rates import LARGEST_TABLE
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)  # JSON has no lone surrogates
@@ -265,6 +268,19 @@ def test_a_refusal_is_raised_and_an_answer_to_another_question_is_a_protocol_err
         parse_answer(encode(ErrorReply("say hello first")), Greeting)
     with pytest.raises(ProtocolError, match="the server answered greeting where PushReply was expected"):
         parse_answer(encode(Greeting("x")), PushReply)
+
+
+def test_an_answer_that_came_with_the_one_before_is_waited_for_no_more() -> None:
+    ours, theirs = map(Channel, socket.socketpair())
+    connection = Connection.__new__(Connection)
+    vars(connection).update(vars(theirs))
+    ours.queue(b"1")
+    ours.queue(b"2")
+    ours.flush()
+    assert connection.receive() == b"1" and connection.is_readable(0.0)
+    assert connection.receive() == b"2" and not connection.is_readable(0.0)
+    ours.close()
+    theirs.close()
 
 
 def test_a_request_is_no_answer() -> None:

@@ -206,22 +206,27 @@ def test_one_that_does_not_come_again_after_a_restart_keeps_no_steps_from_the_ot
     assert second.finished
 
 
-@given(st.lists(st.integers(1, 99), max_size=5), st.integers(1, 5))
-def test_a_plan_for_other_workers_goes_on_with_shards_of_its_own(sizes: list[int], steps: int) -> None:
-    """All that was used stays used, by share; the speed of a worker that is no more does not count."""
+@given(st.lists(st.integers(1, 99), max_size=5), st.integers(1, 5), st.integers(2, 3))
+def test_a_plan_goes_on_with_shards_and_workers_of_its_own(sizes: list[int], steps: int, workers: int) -> None:
+    """All that was used stays used, by share, and so does the progress; the speed of a worker that is no more does not
+    count."""
     first = LocalStepPlan(
         workers=3, local_steps=5, total_steps=0, dynamic_local_steps=True, shards=[10, 20, 30], seed=1
     )
     for worker in (0, 1, 2, 0):
         first.assign(worker)
         first.record(worker, report(steps, 0.1 * (3 - worker)))
-    second = LocalStepPlan(2, 5, total_steps=0, dynamic_local_steps=True, shards=sizes, seed=1)
+    second = LocalStepPlan(workers, 5, total_steps=0, dynamic_local_steps=True, shards=sizes, seed=1)
     second.load_state_dict(first.state_dict())
     if sizes and len(sizes) != 3:
         assert sum(second.used) == 4 * steps
         assert all(abs(u - 4 * steps * s / sum(sizes)) < 1 for u, s in zip(second.used, sizes, strict=True))
-    assert second.steps == 4 * steps and second.speeds.keys() == {0, 1}
-    given_ = second.assign(1)
+    assert second.steps == 4 * steps and second.speeds.keys() == set(range(workers))
+    given_ = second.assign(workers - 1)  # the fastest
+    assert given_.total_progress == pytest.approx(4 * steps / 3)
+    if len(sizes) != 3:  # of another number of shards, each was used by its share, rounded to whole steps
+        rounding = sum(sizes) / sizes[given_.shard] / workers if given_.shard is not None else 0.0
+        assert abs(given_.progress - given_.total_progress) <= 2 * rounding + 1e-9
     assert given_.local_steps == 5 and given_.shard in (range(len(sizes)) if sizes else [None])
 
 

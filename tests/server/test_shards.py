@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from fairseq_async.algorithms import NesterovMomentum, StalenessPolicy, Update
+from fairseq_async.algorithms import HybridAccumulation, NesterovMomentum, StalenessPolicy, Update
 from fairseq_async.algorithms.threads import set_threads, thread_count
 from fairseq_async.errors import ConfigurationError, HalfAppliedError, RefusedError
 from fairseq_async.method.methods import OuterRule, outer_rule
@@ -173,6 +173,15 @@ def test_a_message_calls_nothing_but_the_methods_of_the_table_with_arguments_of_
         shard.send(call)
         with pytest.raises(HalfAppliedError, match=f"shard 1 of the server has failed: ProtocolError: {said}"):
             shard.value()
+
+
+def test_a_shard_that_answers_with_another_type_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(gradient_main.build, hybrid(2), tmp_path) as made:
+        assert isinstance(made.rule, ShardedRule)
+        shard = made.rule.others[0]
+        monkeypatch.setattr(shard, "answer", lambda: Answer("1"))
+        with pytest.raises(HalfAppliedError, match="shard 1 of the server answers moves_parameters with '1'"):
+            shard.result(HybridAccumulation.moves_parameters)
 
 
 def test_a_nan_in_one_shard_keeps_the_update_out_of_all(tmp_path: Path) -> None:

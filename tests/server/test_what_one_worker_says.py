@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,17 @@ def test_only_worker_0_describes_the_run(service: Service, tmp_path: Path) -> No
     first = begun(service)
     assert first.last["kind"] == "welcome" and "its w is 7 float32, theirs is " in again.last["error"]
     assert hello(again, layout()) and again.last["kind"] == "welcome"
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_a_worker_of_another_number_of_ranks_is_refused_where_no_process_has_the_update_to_weigh(
+    service: Service, share: float
+) -> None:
+    service.run_dir.mkdir()
+    connection, run = begun(service), service.described
+    run.spec = replace(run.spec, server=replace(run.spec.server, shard_hosts="a:1"))
+    connection.send(Push(0, 0, 1.0, Report(share=share)))
+    assert "workers of unequal numbers of ranks do not go with shards on other machines" in connection.last["error"]
 
 
 @pytest.mark.parametrize("shape", [(-1,), (1 << 40, 1 << 40), (0,), (-2, -3)])

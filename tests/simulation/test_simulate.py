@@ -1,5 +1,6 @@
 """A whole experiment: every method on every cluster, broken off and resumed, and the report about it."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from fairseq_async.reporting.audit import audit
 from fairseq_async.reporting.runs import COMPUTING, WAITING, load
 from fairseq_async.simulation.experiment import Experiment, read
 from fairseq_async.simulation.records import Records
-from fairseq_async.simulation.simulate import Interrupted, Simulator
+from fairseq_async.simulation.simulate import Interrupted, Simulator, _loss
 from fairseq_async.simulation.trial import Trial
 from tests.helpers.simulations import BASE, METHODS, experiment
 from tests.helpers.stand_ins import Time
@@ -111,6 +112,11 @@ def test_a_loss_that_is_not_finite_is_null_in_all_files_also_of_a_run_that_goes_
     for name in ("results.json", "it/summary.json", "it/curve.jsonl"):
         text = (tmp_path / "out" / name).read_text()
         assert '"loss": null' in text and "Infinity" not in text and "NaN" not in text
+
+
+def test_a_perplexity_is_a_dash_where_no_cell_has_room_for_it() -> None:
+    cells = {None: ["-", "-"], math.inf: ["-", "-"], 2.0: ["2.0000", "7.39"], 1e3: ["1000.0000", "-"]}
+    assert {loss: _loss(loss) for loss in cells} == cells
 
 
 def test_a_report_is_one_page_that_needs_no_network(both: Experiment, tmp_path: Path) -> None:

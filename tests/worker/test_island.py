@@ -68,6 +68,23 @@ def test_each_rank_copies_once_what_is_published_also_where_the_server_publishes
     memory.close()
 
 
+def test_rank_0_reads_no_memory_of_a_server_that_is_gone() -> None:
+    """Its second thread may have connected again after the other ranks were told where the slot is."""
+    first, second, third = (SharedMemory.create(2, 1) for _ in range(3))
+    client: Any = SimpleNamespace(memory=SimpleNamespace(shared=first, remote=False), worker=0, slot=torch.zeros(2))
+    rank = IslandClient(client, WorkerContext(island_size=2))
+    first.publish(torch.ones(2), 1)
+    rank._attach_slot(_share_slot(client, 2))
+    assert rank._copy_published(lambda flat: None) == 1
+    client.memory.shared = second
+    told = _share_slot(client, 2)
+    client.memory.shared = third
+    rank._attach_slot(told)
+    assert rank._copy_published(lambda flat: None) == -1
+    for memory in (first, second, third):
+        memory.close()
+
+
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_slot_that_goes_over_the_network_is_the_only_one_of_memory_of_this_machine(remote: bool) -> None:
     shared = None if remote else SharedMemory.create(2, 3, publishes=False)

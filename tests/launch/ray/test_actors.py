@@ -331,8 +331,10 @@ def test_a_server_that_cannot_be_started_says_why_and_is_not_ended() -> None:
     assert server.follow() == Ended(1, "no room")
     server.end(True)
     assert not server._process.mock_calls
-    server._error, server._process.poll.return_value = "", None
-    assert server.follow() == Ended(0)
+    server._error = ""
+    for polled, code in ((None, 0), (0, 0), (3, 3)):
+        server._process.poll.return_value = polled
+        assert server.follow() == Ended(code)
     for saved, why in ((True, of_server.SAVED), (False, of_server.ENDED)):
         server.end(saved)
         server._process.end.assert_called_with(why=why)
