@@ -4,11 +4,12 @@ import importlib
 import json
 import math
 import re
+import shutil
 import sys
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import deepspeed
@@ -147,10 +148,9 @@ def test_an_argument_that_is_not_there_is_named_in_each_version_of_python() -> N
 
 
 def test_deepspeed_may_say_something_again_after_a_schedule_was_tried() -> None:
-    before = list(dry_run.logger.filters)
     assert dry_run.fault_of_schedule(WarmupLR, {"warmup_num_steps": 5}) == ""
     assert dry_run.fault_of_schedule(WarmupLR, {"warmup_num_steps": "5"})
-    assert dry_run.logger.filters == before
+    assert dry_run._nothing not in dry_run.logger.filters
 
 
 @pytest.mark.parametrize(
@@ -338,6 +338,48 @@ def test_a_checkpoint_of_zero_is_for_as_many_ranks_as_have_saved_it(
         checkpoints.check_files(engine, str(tmp_path), None, with_optimizer)
     said = capsys.readouterr().err
     assert "step has ZeRO's parts of 2 ranks, and this worker has 3: give it as many" in said and remedy in said
+
+
+def test_a_checkpoint_is_that_of_its_tag_or_of_the_one_that_latest_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints.check_tag(str(tmp_path), None)  # of which DeepSpeed says that there is none
+    for name in ("step", "7"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "latest").write_text("step\n")
+    for tag in (None, "step", cast(str, 7)):
+        checkpoints.check_tag(str(tmp_path), tag)
+    (tmp_path / "latest").write_text("gone\n")
+    checkpoints.check_tag(str(tmp_path), "step")
+    for tag, said in (
+        (None, "gone, which its file latest names; its directories are: 7, step"),
+        ("9", "no checkpoint 9"),
+    ):
+        with pytest.raises(SystemExit):
+            checkpoints.check_tag(str(tmp_path), tag)
+        assert said in capsys.readouterr().err
+
+
+def test_a_worker_without_a_checkpoint_takes_that_of_worker_0(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory, own = str(tmp_path), tmp_path / "worker-2"
+    assert checkpoints.own_checkpoint(directory, None, 0) == directory and not caplog.messages
+    for made, tag, found in (("latest", None, own), ("step", "step", own), ("latest", "other", tmp_path)):
+        shutil.rmtree(own, ignore_errors=True)
+        assert checkpoints.own_checkpoint(directory, tag, 2) == directory
+        (own / made).mkdir(parents=True)
+        assert checkpoints.own_checkpoint(directory, tag, 2) == str(found)
+    assert caplog.messages == [f"worker 2: no checkpoint in {own}, it takes worker 0's"] * 4
+
+
+def test_the_servers_state_is_beside_worker_0s_checkpoint_or_on_its_disk(tmp_path: Path) -> None:
+    """Where the directory of the tag is there without it, the run had no server: plain DeepSpeed has saved it."""
+    loaded, state = str(tmp_path / "worker-1" / "step" / "mp_rank_00.pt"), tmp_path / "step" / "async_server.pt"
+    assert checkpoints.server_state_beside(loaded, str(tmp_path), None) is None
+    assert checkpoints.server_state_beside(loaded, str(tmp_path), {"begins_at": 0}) == state
+    state.parent.mkdir()
+    assert checkpoints.server_state_beside(loaded, str(tmp_path), {"begins_at": 0}) is None
+    state.touch()
+    assert checkpoints.server_state_beside(loaded, str(tmp_path), None) == state
 
 
 @pytest.mark.parametrize(

@@ -285,9 +285,12 @@ def test_the_gradients_of_several_passes_are_reduced_once(monkeypatch: pytest.Mo
     assert did == [f"begins {of}", "passes", f"ends {of}", *reduces]
 
 
-@pytest.mark.parametrize("case", ["rate", "rate of a schedule", "option", "scale", "hook", "state", "shown", "table"])
+@pytest.mark.parametrize(
+    "case", ["rate", "rate of a schedule", "option", "scale", "hook", "step", "state", "shown", "table"]
+)
 def test_whatever_a_script_changes_of_an_optimizer_in_the_server_is_one_line(case: str) -> None:
     served, own, basic = (SGD([Parameter(torch.zeros(1))], lr=0.5) for _ in range(3))
+    LambdaLR(basic, lambda step: 1.0)  # which wraps its step()
     engine = bare(
         HybridEngine, optimizer=own, basic_optimizer=basic, _served=served, loss_scaler=LossScale(), lr_scheduler=None
     )
@@ -314,6 +317,7 @@ def test_whatever_a_script_changes_of_an_optimizer_in_the_server_is_one_line(cas
         ),
         "scale": (lambda: setattr(own, "cur_scale", 2.0), "has set the loss scale of the optimizer"),
         "hook": (lambda: basic.register_step_post_hook(lambda *_: None), "the optimizer has a step hook"),
+        "step": (lambda: setattr(basic, "step", lambda: None), r"or a step\(\) of the script's own"),
         "state": (lambda: setattr(served, "state", {}), "moments"),
         "shown": (lambda: own.param_groups[0].update(lr=0.25), "was 0.5 and is 0.25 now"),
         "table": (lambda: factor.__setitem__(0, 2.0), r"LambdaLR gives the learning rates \[1.0\] after 1 steps"),
