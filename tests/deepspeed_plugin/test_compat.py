@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import deepspeed
 import pytest
@@ -87,9 +88,162 @@ def test_the_name_of_deepspeeds_buffer_is_removed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
     monkeypatch.setenv("MASTER_PORT", str(os.getpid()))
     monkeypatch.setattr(compat.dist, "get_rank", lambda: 3)
-    monkeypatch.setattr(compat.dist, "barrier", lambda: None)
-    name = Path("/dev/shm") / f"deepspeed_allreduce_buffer_{os.getuid()}_192.0.2.1_{os.getpid()}_3"
+    name, seen = Path("/dev/shm") / f"deepspeed_allreduce_buffer_{os.getuid()}_192.0.2.1_{os.getpid()}_3", list[bool]()
+    monkeypatch.setattr(compat.dist, "barrier", lambda: seen.append(name.exists()))
     name.touch()
     compat.unlink_reduction_buffer()
-    assert not name.exists()
+    assert not name.exists() and seen == [True]
     compat.unlink_reduction_buffer()  # as on a GPU, where there is none
+
+
+@pytest.mark.parametrize(
+    ("fp16", "engine", "scale", "may_fall"),
+    [
+        (True, {"optimizer": SimpleNamespace(cur_scale=8.0)}, 8.0, True),
+        (True, {"optimizer": SimpleNamespace()}, 1.0, True),  # DeepSpeed ends the run where it can fall no further
+        (False, {"optimizer": SimpleNamespace(cur_scale=8.0)}, 1.0, False),
+        (False, {"torch_autocast_z0_gradscaler": torch.amp.GradScaler("cpu", init_scale=4.0)}, 4.0, True),
+        (False, {"torch_autocast_z0_gradscaler": torch.amp.GradScaler("cpu", init_scale=1.0)}, 1.0, False),
+    ],
+)
+def test_the_loss_scale_is_where_the_precision_has_it(
+    fp16: bool, engine: dict[str, Any], scale: float, may_fall: bool
+) -> None:
+    given: Any = SimpleNamespace(fp16_enabled=lambda: fp16, **engine)
+    scaler = engine.get("torch_autocast_z0_gradscaler")
+    if scaler is not None:
+        scaler.scale(torch.ones(1))  # as at the first backward pass
+    assert (compat.loss_scale_of(given), compat.may_overflow(given)) == (scale, may_fall)
+    compat.lower_loss_scale(given)
+    assert compat.loss_scale_of(given) == (scale if scaler is None else scale / 2)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("has_masters", [False, True])
+def test_masters_are_refreshed_where_deepspeed_does_not_do_so_itself(zero: bool, has_masters: bool) -> None:
+    did = MagicMock(spec=["refresh_fp32_params"] if has_masters else [])
+    engine: Any = SimpleNamespace(optimizer=did, zero_optimization=lambda: zero)
+    compat.refresh_masters(engine)
+    assert len(did.mock_calls) == (has_masters and not zero)
+
+
+def test_an_optimizer_that_can_check_for_nan_does_so_always() -> None:
+    can, cannot = SimpleNamespace(check_grad_overflow=False), SimpleNamespace()
+    for optimizer in (can, cannot):
+        compat.check_overflow_always(optimizer)
+    assert vars(can) == {"check_grad_overflow": True} and vars(cannot) == {}
+
+
+def test_gradients_are_those_that_the_optimizer_steps_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "BF16_Optimizer", BF16_Optimizer)
+    own, parts = torch.nn.Parameter(torch.zeros(2)), [torch.ones(1), torch.zeros(1)]
+    own.grad = torch.ones(2)
+    in_bf16: Any = BF16_Optimizer()
+    in_bf16.bf16_groups, in_bf16.fp32_groups_gradients = [[own]], [parts]
+    in_zero: Any = SimpleNamespace(bit16_groups=[[own], [own]], averaged_gradients={1: parts, 0: None})
+    in_fp16: Any = SimpleNamespace(fp16_groups=[[own, torch.nn.Parameter(torch.zeros(1))]])
+    for optimizer, apart, found in (
+        (in_bf16, True, [parts]),
+        (in_zero, True, [[], parts]),
+        (in_fp16, False, [[own.grad]]),
+    ):
+        assert compat.keeps_gradients_apart(optimizer) is apart
+        assert compat.optimizer_gradients(optimizer) == found
+
+
+def test_gradients_that_are_added_up_in_fp32_are_filled_in_fp32() -> None:
+    model = nn.ModuleList([nn.Linear(1, 1, bias=False, dtype=torch.bfloat16) for _ in range(3)])
+    model[2].weight.requires_grad_(False)
+    model[1].weight.grad_dtype = torch.float32
+    model[1].weight.grad = torch.ones(1, 1)
+    engine: Any = SimpleNamespace(module=model)
+    compat.fill_gradients(engine)
+    assert [each.weight.grad for each in model] == [None, torch.ones(1, 1), None]
+    compat.accumulate_in_fp32(engine)
+    compat.fill_gradients(engine)
+    filled = model[0].weight.grad
+    assert filled.dtype is torch.float32 and not filled.any() and model[1].weight.grad.all()
+    assert model[2].weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("managed", "samples"),
+    [(None, 24), (True, 24), (False, 3 * 24 // 4)],
+    ids=["an older DeepSpeed", "by the engine", "by the script"],
+)
+@pytest.mark.parametrize(("every", "rank", "told"), [(None, 0, []), (7, 0, [7]), (7, 1, []), (5, 0, [])])
+def test_a_step_is_counted_as_deepspeed_does(
+    managed: bool | None, samples: int, every: int | None, rank: int, told: list[int]
+) -> None:
+    """Samples are those of the passes that the script has made, where the script ends a step."""
+    said = list[int]()
+    engine: Any = SimpleNamespace(
+        losses=1.0,
+        global_steps=6,
+        global_samples=100,
+        global_rank=rank,
+        train_batch_size=lambda: 24,
+        gradient_accumulation_steps=lambda: 4,
+        _unmanaged_backward_count=3,
+        steps_per_print=lambda: every,
+        _report_progress=said.append,
+    )
+    if managed is not None:
+        engine.managed_gradient_accumulation = lambda: managed
+    compat.count_step(engine, applied=False)
+    assert (engine._step_applied, engine.losses, engine.global_steps) == (False, None, 7)
+    assert engine.global_samples == 100 + samples and said == told
+    assert engine._unmanaged_backward_count == (0 if managed is False else 3)
+
+
+def test_what_the_script_gives_for_the_optimizer_is_neither_changed_nor_used_up() -> None:
+    own = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    group: dict[str, Any] = {"params": iter(own), "lr": 0.1}
+    (copied,) = compat.copied_groups([group])
+    copied["lr"] = 1.0
+    assert copied["params"] == own and group["lr"] == 0.1
+    assert compat.copied_groups(iter(own)) == own and compat.copied_groups(None) == []
+    assert compat.listed(iter(own)) == own and compat.listed(own) is own
+
+
+def test_the_optimizer_of_whole_parameters_has_the_options_of_the_configuration_and_no_moment_of_a_partition() -> None:
+    params, partition = {"lr": 0.5}, torch.zeros(1)
+    engine: Any = MagicMock()
+    engine.basic_optimizer.state = {partition: {"exp_avg": partition}}
+    engine._configure_basic_optimizer = lambda parameters: (parameters, dict(engine._config.optimizer_params))
+    for section, expected in (({"type": "Adam", "params": params}, params), ({"type": "Adam"}, {})):
+        assert compat.optimizer_of_whole(engine, section, ["whole"]) == (["whole"], expected)  # type: ignore[comparison-overlap]
+    assert engine.basic_optimizer.state == {} and engine._config.optimizer_params is not params
+
+
+class Engine:
+    """Has a model, whose parameters its optimizer steps within others."""
+
+    def __init__(self) -> None:
+        self.module = nn.Linear(1, 1)
+        self.module.bias.requires_grad_(False)
+        self.basic_optimizer = torch.optim.SGD([torch.zeros(1)])  # of masters
+
+
+def test_steps_that_the_run_does_not_see_are_refused_and_those_of_other_models_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine, expected = Engine(), [False]
+    compat.refuse_other_steps(engine, 2, lambda of: expected[0])
+    frozen = torch.optim.SGD([engine.module.bias])
+    for _ in range(10):  # an optimizer of other parameters may be tried
+        frozen.step()
+    assert "SGD steps parameters that are in no exchange" in capsys.readouterr().err
+    for optimizer, said in (
+        (engine.basic_optimizer, "the step() of"),
+        (torch.optim.SGD([engine.module.weight]), "weight in"),
+    ):
+        with pytest.raises(SystemExit):
+            optimizer.step()
+        assert f"the script trains {said}" in capsys.readouterr().err
+        expected[0] = True
+        optimizer.step()
+        expected[0] = False
+    given = engine.module.weight
+    del engine
+    torch.optim.SGD([given]).step()
