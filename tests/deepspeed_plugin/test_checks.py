@@ -96,14 +96,22 @@ def test_the_page_names_the_largest_table_of_rates() -> None:
             '"params": "warmup_max_lr" is \'0.1\': give a number',
         ),
         ({"scheduler": {"type": "ReduceLROnPlateau"}}, "it follows a loss"),
+        ({"optimizer": {"type": "Adagrad", "params": {"lrr": 0.1}}}, "\"params\": there is no 'lrr'"),
+        ({"scheduler": {"params": {}}}, '"scheduler" is {'),
         ({"steps_per_print": "often"}, "\"steps_per_print\" is 'often': give a number of steps"),
+        ({"steps_per_print": True}, '"steps_per_print" is True'),
+        ({"steps_per_print": 0}, '"steps_per_print" is 0'),
         ({"gradient_clipping": "auto"}, '"gradient_clipping" is "auto"'),
         ({"gradient_clipping": -1}, '"gradient_clipping" is -1: give a number'),
+        ({"gradient_clipping": "1"}, "\"gradient_clipping\" is '1': give a number"),
+        ({"gradient_clipping": True}, '"gradient_clipping" is True: give a number'),
         ({"gradient_clipping": math.inf}, '"gradient_clipping" is inf'),
         ({"train_micro_batch_size_per_gpu": None}, 'give "train_micro_batch_size_per_gpu"'),
         ({"train_micro_batch_size_per_gpu": "auto"}, '"train_micro_batch_size_per_gpu" is "auto"'),
         ({"train_micro_batch_size_per_gpu": 0}, '"train_micro_batch_size_per_gpu" is 0: give a whole number above 0'),
         ({"gradient_accumulation_steps": 1.5}, '"gradient_accumulation_steps" is 1.5'),
+        ({"gradient_accumulation_steps": True}, '"gradient_accumulation_steps" is True'),
+        ({"gradient_accumulation_steps": 1, "train_batch_size": 16}, '"train_batch_size" is 16, the samples of all'),
         ({"train_batch_size": 6}, '"train_batch_size" is 6, the samples of all ranks in a step, and not 4'),
         (
             {"fp16": {"enabled": True, "auto_cast": True}},
@@ -112,6 +120,14 @@ def test_the_page_names_the_largest_table_of_rates() -> None:
         (
             {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
             '"bf16": "bf16_master_weights_and_grads" is not supported with method hybrid_async',
+        ),
+        (
+            {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+            '"fp16": "fp16_master_weights_and_grads" is not supported with method hybrid_async',
+        ),
+        (
+            {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+            "\"grad_accum_dtype\" 'bf16' is not supported with method hybrid_async of a model in float16",
         ),
         (
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
@@ -131,6 +147,7 @@ def test_the_page_names_the_largest_table_of_rates() -> None:
         ),
         ({"zero_optimization": {"stage": "0"}}, "\"stage\" '0' is not supported"),
         ({"async_training": {"method": ["hybrid_async"]}}, "\"method\": ['hybrid_async'] is none of adascale"),
+        ({"async_training": {"method": "hybrid"}}, "\"method\": 'hybrid' is none of adascale"),
         ({"zero_optimization": {"stage": 0, "zenflow": {"topk_ratio": 0.1}}}, '"zenflow" is not supported'),
         ({"tensor_parallel": {"autotp_size": 2}}, '"tensor_parallel" is not supported'),
         ({"zero_optimization": 3}, '"zero_optimization" is 3: it must be an object'),
@@ -162,6 +179,7 @@ def test_deepspeed_may_say_something_again_after_a_schedule_was_tried() -> None:
         ({"staleness_power": -math.inf}, '"staleness_power": Input should be a finite number'),
         ({"worker_timeout": math.inf}, '"worker_timeout": Input should be a finite number'),
         ({"local_steps": "auto"}, '"local_steps": Input should be a valid integer'),
+        ({"overlap": True, "island_size": 2}, "overlap is not supported in a worker of several ranks"),
     ],
 )
 def test_a_mistake_in_the_section_is_one_line(options: dict[str, Any], expected: str) -> None:
@@ -195,13 +213,17 @@ def test_deepspeeds_own_muon_is_checked_although_deepspeed_passes_over_what_it_d
 def test_schedules_of_torch_and_rates_of_each_group_are_accepted() -> None:
     check(complete(scheduler={"type": "CosineAnnealingLR", "params": {"T_max": 10}}))
     two_groups = {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}
-    check(complete(scheduler=two_groups))
+    check(complete(scheduler=two_groups, steps_per_print=2.5, gradient_clipping=0))
+    off = {"enabled": False, "dtype": "float16"}
+    check(complete("local_sgd", torch_autocast=off, zero_optimization={"stage": 1}))
 
 
 def test_zero_3_in_hybrid_has_an_optimizer_that_can_be_made_of_whole_parameters() -> None:
     zero = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {}}}
     none: dict[str, object] = dict.fromkeys(("optimizer", "lr_scheduler"))
-    checks.check_divided(zero, "ds.json", none)
+    checks.check_divided(zero | {"scheduler": {"type": "WarmupLR"}}, "ds.json", none)
+    for stage in ({}, {"zero_optimization": {"stage": 2}}):
+        checks.check_divided(zero | {"zero_optimization": None} | stage, "ds.json", none | {"optimizer": object()})
     for config, arguments, named in (
         (zero, none | {"optimizer": object()}, "optimizer="),
         (zero | {"scheduler": {"type": "StepLR"}}, none, "\"scheduler\" 'StepLR'"),
@@ -253,6 +275,9 @@ def test_train_batch_size_is_of_all_workers_together(
     found = checks.worker_batch(config, ranks, island, "file.json")
     assert found.get("train_batch_size") == share
     assert {key: found.get(key) for key in keys[1:]} == {key: config.get(key) for key in keys[1:]}
+    whole, micro_batch, accumulation = share or 0, given[1], given[2]
+    expected = accumulation or (whole // (micro_batch * island) if micro_batch else 1)
+    assert checks.micro_batches(found, island) == expected
 
 
 def test_an_error_of_deepspeeds_is_one_line_and_one_of_the_scripts_keeps_its_traceback(

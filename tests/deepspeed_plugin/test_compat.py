@@ -2,6 +2,7 @@
 
 import ast
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,14 @@ def test_an_error_of_an_optimizer_that_is_given_another_state_is_told_from_other
             torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1).load_state_dict(given)  # type: ignore[arg-type]
         assert compat.is_raised_by_optimizer(caught.value)
     assert not compat.is_raised_by_optimizer(KeyError("param_groups"))
+    others: list[Callable[[], object]] = [
+        lambda: torch.optim.SGD([torch.zeros(1)]).add_param_group({}),
+        lambda: nn.Linear(1, 1).load_state_dict({}),
+    ]
+    for other in others:
+        with pytest.raises((KeyError, RuntimeError)) as caught:
+            other()
+        assert not compat.is_raised_by_optimizer(caught.value)
 
 
 def test_no_other_file_names_a_private_attribute_of_deepspeeds() -> None:
