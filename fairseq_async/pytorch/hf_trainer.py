@@ -198,14 +198,26 @@ class AsyncCallback(TrainerCallback):
 
     def _modules_beside(self, model: nn.Module, optimizer: Optimizer) -> list[nn.Module]:
         """Returns what the Trainer holds beside its model and the optimizer trains too, such as the classifier in a
-        loss of sentence-transformers."""
+        loss of sentence-transformers, or a parameter of a loss by itself.
+
+        Raises:
+            ConfigurationError: the optimizer has a parameter that is in neither.
+        """
         known = set(map(id, model.parameters()))
         others = {id(each) for group in optimizer.param_groups for each in group["params"]} - known
         if not others:
             return []
         held = [each for value in vars(self._trainer).values() for each in _values(value)]
+        bare = [each for each in held if isinstance(each, nn.Parameter) and id(each) in others]
         modules = [each for each in held if isinstance(each, nn.Module) and each is not model]
-        return [each for each in modules if others & set(map(id, each.parameters()))]
+        found = [each for each in modules if others & set(map(id, each.parameters()))]
+        found += [nn.ParameterList(bare)] if bare else []
+        if missing := others - {id(each) for module in found for each in module.parameters()}:
+            raise ConfigurationError(
+                f"the optimizer has {len(missing)} parameters that are neither the model's nor attributes of the "
+                "Trainer, and the workers would not find them: make them one of these"
+            )
+        return found
 
     def _clipping(self) -> dict[str, object]:
         """Returns the option by which the server clips the mean gradient, as a synchronous Trainer does, and lets this

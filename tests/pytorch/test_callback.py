@@ -274,6 +274,20 @@ def test_a_loss_with_parameters_of_its_own_is_trained_beside_the_model(
     assert ("clip_norm" in made.call_args.kwargs) is (method == "hybrid_async" and not holds)
 
 
+def test_a_parameter_that_the_trainer_holds_by_itself_is_trained_beside_the_model(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback, model = callback_of(module, monkeypatch), torch.nn.Linear(2, 2)
+    temperature, nowhere, other = (torch.nn.Parameter(torch.ones(1)) for _ in range(3))
+    callback._trainer = SimpleNamespace(model=model, temperature=temperature, other=other)
+    held = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+    (beside,) = callback._modules_beside(model, held)
+    assert list(map(id, beside.parameters())) == [id(temperature)]
+    held.add_param_group({"params": [nowhere]})
+    with pytest.raises(ConfigurationError, match="1 parameters that are neither the model's nor attributes of the"):
+        callback._modules_beside(model, held)
+
+
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
