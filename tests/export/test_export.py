@@ -21,6 +21,7 @@ from fairseq_async.server.kept_state import write_final
 
 VALUES = torch.arange(6.0) / 7
 NAMED = [("head.weight", torch.zeros(2, 2)), ("head.bias", torch.zeros(2))]
+MEAN = torch.arange(6.0).view(2, 3).t()  # a buffer whose elements are not in order in memory
 TRAINED = {"head.weight": VALUES[:4].view(2, 2), "head.bias": VALUES[4:]}
 
 
@@ -43,7 +44,7 @@ def deepspeed_checkpoint(folder: Path) -> Path:
     """Its model is worker 0's: the trained parameters in it are others, and ``tied`` is the head's weight. That two
     biases are equal says nothing."""
     local = torch.full((2, 2), 9.0)
-    module = {"head.weight": local, "head.bias": torch.ones(2), "tied": local, "mean": torch.tensor([5.0])}
+    module = {"head.weight": local, "head.bias": torch.ones(2), "tied": local, "mean": MEAN}
     module["frozen.bias"] = torch.ones(2)
     tag = folder / "global_step3"
     tag.mkdir(parents=True)
@@ -87,7 +88,7 @@ def test_the_newest_snapshot_that_can_be_read_is_exported(tmp_path: Path) -> Non
 def test_a_deepspeed_checkpoint_gives_the_servers_parameters_and_worker_0s_buffers(tmp_path: Path, where: str) -> None:
     checkpoint = deepspeed_checkpoint(tmp_path / "checkpoint")
     export(checkpoint / where, tmp_path / "out.safetensors")
-    expected = TRAINED | {"tied": TRAINED["head.weight"], "mean": torch.tensor([5.0]), "frozen.bias": torch.ones(2)}
+    expected = TRAINED | {"tied": TRAINED["head.weight"], "mean": MEAN, "frozen.bias": torch.ones(2)}
     assert equal(load_file(tmp_path / "out.safetensors"), expected)
 
 
@@ -95,12 +96,12 @@ def test_a_checkpoint_of_zero_3_gives_buffers_frozen_and_tied_parameters_too(tmp
     """As DeepSpeed writes it on eleven ranks, each with its part of what is frozen; the last part is padded."""
     torch.save(state(), tmp_path / "async_server.pt")
     for rank, part in enumerate(torch.arange(22.0).split(2)):
-        content: dict[str, Any] = {"module": {"mean": torch.tensor([5.0]), "head.weight": torch.empty(0)}}
+        content: dict[str, Any] = {"module": {"mean": MEAN, "head.weight": torch.empty(0)}}
         content |= {"buffer_names": ["mean"], "shared_params": {"tied": "head.weight"}}
         content |= {"frozen_param_shapes": {"stem": torch.Size([21])}, "frozen_param_fragments": {"stem": part.clone()}}
         torch.save(content, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
     export(tmp_path, tmp_path / "out.safetensors")
-    expected = {"tied": TRAINED["head.weight"], "mean": Tensor([5.0]), "stem": torch.arange(21.0)}
+    expected = {"tied": TRAINED["head.weight"], "mean": MEAN, "stem": torch.arange(21.0)}
     assert equal(load_file(tmp_path / "out.safetensors"), TRAINED | expected)
 
 

@@ -129,6 +129,25 @@ def test_a_model_that_nothing_describes_is_refused(model: Any, tmp_path: Path) -
         export(run, tmp_path / "out")
 
 
+def test_a_configuration_that_names_no_class_is_that_of_its_bare_model(
+    transformers: Any, model: Any, tmp_path: Path
+) -> None:
+    run = save(tmp_path, model.transformer.named_parameters(), config=model.config.to_dict() | {"architectures": None})
+    export(run, tmp_path / "out")
+    _, info = transformers.AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+def test_code_beside_a_configuration_is_not_run(model: Any, tmp_path: Path) -> None:
+    run = save(tmp_path, model.named_parameters(), config={"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}})
+    (run / "own.py").write_text(
+        f"import transformers\nopen({str(tmp_path / 'ran')!r}, 'w')\nclass Own(transformers.GPT2Config): pass\n"
+    )
+    with pytest.raises(ConfigurationError, match="no model that transformers knows"):
+        export(run, tmp_path / "out")
+    assert not (tmp_path / "ran").exists()
+
+
 # Adapters of PEFT, whose names are these
 
 
