@@ -68,6 +68,8 @@ def test_data_that_is_not_there_names_the_file_and_how_it_is_made(
         (PAIR, []),
         (PAIR, ["-s", "de", "-t", "en", "--inner-optimizer", "nag"]),
         (PAIR, ["-s", "de"]),  # the files say the other
+        (PAIR, ["-t", "en"]),
+        (PAIR, ["--finetune-from-model", "s3://bucket/model.pt"]),
         (("dict.txt", "train.bin", "valid.bin"), ["--task", "language_modeling"]),
         (PAIR[:3], ["--disable-validation"]),
         ((), ["--task", "masked_lm"]),  # its files may have other names

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fairseq_async.launch.progress.compressed import Compressed
 from fairseq_async.launch.progress.display import Display
 from fairseq_async.launch.progress.progress import Progress
 from fairseq_async.launch.progress.run_length import RunLength, Work
@@ -148,6 +149,7 @@ def test_the_view_of_a_compressed_run_has_bytes_per_second_ratio_and_residual_of
     progress.poll()
     first, second, every = [row.compressed for row in progress.rows()]
     assert first and first.cells(10.0) == ("0.01", "80.0", "0.5") and second and second.ratio == 4.0
+    assert Compressed(5_432_100, None, None).cells(1.0) == ("5,432", "-", "-")
     assert every and (every.sent, every.residual) == (1100, 2.5)
     assert "0.11 kB/s sent, 1/10.9 of fp32, residual 2.5" in progress.summary()
     console = Console(width=80, record=True, file=(tmp_path / "out").open("w"))
@@ -251,20 +253,22 @@ def test_the_position_has_update_epoch_and_time_left_at_the_speed_so_far(
 ) -> None:
     """Ten of a hundred updates in two seconds: the eighty that are left take sixteen."""
     now = 1000.0
-    monkeypatch.setattr(RunLength, "read", lambda _: RunLength(2, steps=100, max_epoch=4))
+    monkeypatch.setattr(RunLength, "read", lambda _: RunLength(2, steps=100, max_epoch=8))
     progress = Progress(tmp_path, 2, clock=lambda: now)
     path = tmp_path / "events.jsonl"
-    path.write_text(event(0, 10, 1000.0, epochs=0.25))
+    assert not progress.begun
+    path.write_text(event(0, 10, 1000.0, epochs=0.75))
     progress.poll()
+    assert progress.begun
     now = 1002.0
     with path.open("a") as file:
-        file.write(event(1, 20, 1002.0, epochs=0.25))
+        file.write(event(1, 20, 1002.0, epochs=0.75))
     progress.poll()
-    assert progress.position + progress.time_left == "update 20 of 100, epoch 1 of 4, 0:00:16 left"
+    assert progress.position + progress.time_left == "update 20 of 100, epoch 2 of 8, 0:00:16 left"
     now = 2000.0
     progress.poll()
     assert progress.time_left == ", 0:00:16 left", "it does not grow while nothing new comes, as after a stop"
-    assert progress.result() == "update 20 of 100, epoch 1 of 4"  # no rates: nothing has come in the last seconds
+    assert progress.result() == "update 20 of 100, epoch 2 of 8"  # no rates: nothing has come in the last seconds
 
 
 def test_a_time_left_is_said_of_a_run_that_goes_on_and_of_more_than_a_second(
