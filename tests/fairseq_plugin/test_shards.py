@@ -124,6 +124,7 @@ def test_epochs_go_on_where_they_were_also_with_other_workers() -> None:
     before, after = epochs(Position()), epochs(Position())
     loop = before.next_epoch_itr()
     next(loop), next(loop)
+    assert before.next_epoch_idx == 1
     after.load_state_dict(before.state_dict())
     assert after.next_epoch_idx == 1 and after.iterations_in_epoch == 2
     assert len(list(after.next_epoch_itr())) == 4

@@ -219,6 +219,14 @@ def test_a_bad_line_among_the_rollbacks_has_taken_back_what_the_others_have_not(
     assert [each.events for each in audit(tmp_path).rollbacks] == [1, 2, 0], "of two such lines the first has taken all"
 
 
+def test_the_update_behind_a_snapshot_may_be_lost_though_no_line_is_taken_back(tmp_path: Path) -> None:
+    """It was acknowledged, and its line is not written."""
+    write(tmp_path, [event(0, 0, 0, 1), event(0, 1, 1, 2), event(0, 2, 2, 3), event(0, 4, 3, 4)])
+    write(tmp_path, [rollback({0: 2}, 0)], events.ROLLBACKS)
+    found = audit(tmp_path)
+    assert [update for update, _ in found.covered] == [(0, 3)] and found.applied == 4
+
+
 def test_a_workers_first_update_may_be_lost_with_a_server_that_has_not_written_its_line(tmp_path: Path) -> None:
     write(tmp_path, [event(0, 1, 0, 0), event(1, 0, 0, 1)])
     write(tmp_path, [rollback({}, 0)], events.ROLLBACKS)

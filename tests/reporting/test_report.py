@@ -83,7 +83,19 @@ def test_the_page_has_validation_loss_score_and_bytes_of_runs_side_by_side(tmp_p
     assert cells["refused updates"] == ["1", "0"]
     assert cells["target tokens"] == ["500", "5,000,000"] and cells["time (s)"] == ["4.0", "19.0"]
     assert cells["sent by workers (MB)"] == ["0.06", "0.24"]
+    assert cells["one"][:2] == ["0", "5"] and cells["two"][:2] == ["0", "20"]  # the workers' table
     assert {"validation_loss.png", "bleu.png"} <= {path.name for path in (tmp_path / "report").glob("*.png")}
+
+
+def test_runs_are_rows_where_columns_have_no_room_or_no_names_of_their_own(tmp_path: Path) -> None:
+    for name in range(7):
+        write_run(tmp_path / f"run {name}", 2, 1.0, **{"bytes_sent": None})
+    runs = load([tmp_path])
+    for each in (runs, [runs[0], runs[0]]):
+        assert [row["run"] for row in page._overview(each)] == [run.name for run in each]
+    assert [row[""] for row in page._overview(runs[:6])] == [name for name in page.row(runs[0]) if name != "run"]
+    assert page.row(runs[0])["sent by workers (MB)"] == "-"
+    assert {"updates": 0, "staleness (versions)": "-"}.items() <= page.worker_row(runs[0], 3).items()
 
 
 def test_several_runs_in_one_directory_have_their_own_names(tmp_path: Path) -> None:
