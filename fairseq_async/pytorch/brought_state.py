@@ -206,7 +206,8 @@ class StateInServer(defaultdict[Any, Any]):
 
 
 def _for_libraries(found: _T) -> _T:
-    """Returns what was found if torch or DeepSpeed asks, as ``state_dict()`` does; ends the process with one line for a
-    script."""
+    """Returns what was found if torch or DeepSpeed asks, as ``state_dict()`` does, or where an error is handled, whose
+    own line would be lost: Lightning moves the moments then. Ends the process with one line for a script."""
     module = sys._getframe(2).f_globals.get("__name__", "")
-    return found if module.partition(".")[0] in _LIBRARIES else fail(_READ)
+    asks = module.partition(".")[0] in _LIBRARIES or sys.exc_info()[0] is not None
+    return found if asks else fail(_READ)

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from fairseq_async.errors import ConfigurationError, as_argument, spell_options
-from fairseq_async.worker.start.context import ranks_of_launcher
+from fairseq_async.worker.start.context import WorkerContext, ranks_of_launcher
 from fairseq_async.worker.start.process import errors_in_one_line
 from fairseq_async.worker.start.world import check_not_started, enter_world, entered_world
 
@@ -64,6 +64,20 @@ def check_model(model: nn.Module, ranks: int, alone: bool) -> None:
             )
 
 
+def check_alone(context: WorkerContext) -> None:
+    """Checks that a process without a launcher, which is the run's only worker, is alone in torch.distributed, too.
+
+    Raises:
+        ConfigurationError: a library or the script has started other ranks, each of which would be a run of its own.
+    """
+    if context.ranks == 1 and not context.joins and is_initialized() and get_world_size() > 1:
+        raise ConfigurationError(
+            f"torch.distributed has {get_world_size()} ranks, and no launcher has made them workers of one run: a "
+            "worker is one process, so give Lightning's Trainer devices=1, do not spawn ranks, and start the workers "
+            "by fairseq-async launch or torchrun"
+        )
+
+
 def refuse_within_ranks(model: nn.Module) -> list[RemovableHandle]:
     """From now on, ends the process with one line where the model of a worker of one rank is called by a
     DistributedDataParallel, which a script has unwrapped for the run alone: the workers would wait for each other."""
@@ -81,8 +95,9 @@ def refuse_within_ranks(model: nn.Module) -> list[RemovableHandle]:
 
 def _refuse(kind: str) -> None:
     raise ConfigurationError(
-        f"the model is in {kind}, whose ranks wait for each other: unwrap it, and call the unwrapped model; or make "
-        "several ranks one worker, by fairseq_async.torch.enter_island(SIZE) before init_process_group or Accelerator()"
+        f"the model is in {kind}, whose ranks wait for each other: unwrap it, and call the unwrapped model, with "
+        "Lightning give devices=1; or make several ranks one worker, by fairseq_async.torch.enter_island(SIZE) before "
+        "init_process_group or Accelerator()"
     )
 
 

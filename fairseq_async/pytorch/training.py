@@ -22,7 +22,7 @@ from fairseq_async.errors import USER_ERROR, ConfigurationError, fail, has_faile
 from fairseq_async.method.spec import MethodSpec
 from fairseq_async.options.config import ServerOptions
 from fairseq_async.pytorch.closure import ComputedLoss, closure_of
-from fairseq_async.pytorch.islands import check_model, refuse_within_ranks, unwrapped
+from fairseq_async.pytorch.islands import check_alone, check_model, refuse_within_ranks, unwrapped
 from fairseq_async.pytorch.parameters import (
     check_exchanged,
     check_optimizers,
@@ -213,6 +213,8 @@ class AsyncTraining(ABC):
 
     def _join(self) -> None:
         _note_run()
+        if entered_world() is None:
+            check_alone(self._context)
         if not self._context.joins:  # a mistake is to show before anything starts
             self.describe(self.workers)
         device = self._named[0][1].device

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync, enter_island, islands
-from fairseq_async.server.programs import gradient_main
+from fairseq_async.server.programs import gradient_main, local_sgd_main
 from fairseq_async.worker.start import world
 from fairseq_async.worker.start.context import WorkerContext
 from tests.helpers.commands import HELPERS, Processes, command
@@ -142,15 +142,31 @@ def test_a_model_that_is_unwrapped_for_the_block_alone_is_one_line(
 ) -> None:
     """Its ranks would wait for each other, and each send the server the mean of all."""
     monkeypatch.setattr(islands, "get_world_size", lambda: 2)
-    model = DistributedDataParallel(net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train(worker: int) -> None:
+        model = DistributedDataParallel(net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(SystemExit) as ended, HybridAsync(model.module, optimizer):
             backward(model.module, 0)
             optimizer.step()
             backward(model, 1)
         assert ended.value.code == 2
 
-    workers(1, gradient_main.build).run(train)
-    assert "unwrap it, and call the unwrapped model" in capfd.readouterr().err
+    workers(2, gradient_main.build).run(train)
+    assert capfd.readouterr().err.count("unwrap it, and call the unwrapped model") == 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_ranks_that_a_library_has_started_are_no_workers(
+    workers: Callable[..., ThreadWorkers], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Lightning does for devices=2. Each would start a server, or find that of another."""
+    monkeypatch.setattr(islands, "get_world_size", lambda: 2)
+
+    def train(worker: int) -> None:
+        model = net()
+        with pytest.raises(SystemExit, match="2"), AsyncLocalSGD(model, torch.optim.SGD(model.parameters())):
+            pass
+
+    workers(1, local_sgd_main.build).run(train)
+    assert "torch.distributed has 2 ranks, and no launcher has made them workers" in capfd.readouterr().err

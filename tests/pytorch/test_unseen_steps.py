@@ -374,6 +374,22 @@ def test_what_the_loop_changes_in_the_optimizer_and_the_server_does_not_take_is_
     assert f"error: {said}" in capfd.readouterr().err and len(seen) >= 4 and all(seen)
 
 
+def test_an_error_of_the_loop_is_not_hidden_where_a_library_moves_the_moments_after_it(workers: Start) -> None:
+    """As Lightning's Trainer does before it raises the error again."""
+
+    def train(worker: int) -> None:
+        model = net()
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        with pytest.raises(ZeroDivisionError), HybridAsync(model, optimizer):
+            try:
+                raise ZeroDivisionError
+            except ZeroDivisionError:
+                assert not list(optimizer.state.items())
+                raise
+
+    workers(1, gradient_main.build).run(train)
+
+
 @pytest.mark.parametrize("of_trainer", [False, True])
 def test_an_optimizer_that_is_saved_without_its_moments_is_named_once(
     workers: Start, capfd: pytest.CaptureFixture[str], of_trainer: bool
