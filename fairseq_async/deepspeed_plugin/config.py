@@ -184,10 +184,11 @@ def _check_sums(config: dict[str, Any], name: str) -> None:
     if kind is None or kind in own or (kind in FLOAT32 and hasattr(Tensor, "grad_dtype")):
         return
     old = "with this version of torch, which has no Tensor.grad_dtype"
-    remedy = old if kind in FLOAT32 else f"of a model in {own[0]}"
+    why = old if kind in FLOAT32 else f"of a model in {own[0]}"
+    other = "" if own is _FLOAT16 else ', or give "zero_optimization": {"stage": 3}'  # which is not for fp16
     raise ConfigurationError(
-        f'{name}: "data_types": "grad_accum_dtype" {kind!r} is not supported with method hybrid_async {remedy}: leave '
-        'it out, or give "zero_optimization": {"stage": 3}'
+        f'{name}: "data_types": "grad_accum_dtype" {kind!r} is not supported with method hybrid_async {why}: leave it '
+        f"out{other}"
     )
 
 
