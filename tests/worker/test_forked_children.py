@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from fairseq_async.errors import LOST_SERVER, USER_ERROR, AsyncError, ExchangeError, RefusedError
+from fairseq_async.protocol.notices import ENDED, KEPT, SAVED
 from fairseq_async.worker.start import process
 from scripts.faults.thread_server import ThreadServer
 from tests.helpers.waiting import wait_until
@@ -61,9 +63,51 @@ def test_a_worker_without_its_server_ends_with_the_code_by_which_its_launcher_st
 def test_a_process_ends_the_servers_that_it_has_started_and_none_of_the_process_that_it_was_forked_from(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ended: list[int] = []
+    ended: list[tuple[int, str]] = []
     owners = (os.getppid(), os.getpid(), os.getpid())
-    servers = [SimpleNamespace(end=lambda why, number=number: ended.append(number)) for number in range(3)]
+    servers = [SimpleNamespace(end=lambda why, number=number: ended.append((number, why))) for number in range(3)]
     monkeypatch.setattr(process, "_own", list(zip(owners, servers, strict=True)))
+    monkeypatch.setattr(process, "last_word", lambda: "last")
     process.end_own_servers()
-    assert ended == [1, 2]
+    assert ended == [(1, "last"), (2, "last")]
+
+
+@pytest.mark.parametrize(
+    ("most", "so_far", "failed", "word"),
+    [
+        ("", "", False, SAVED),
+        ("3", "", False, KEPT),
+        ("3", "2", False, KEPT),
+        ("3", "3", False, SAVED),
+        ("3", "0", True, ENDED),
+        ("", "", True, ENDED),
+    ],
+)
+def test_the_state_of_a_run_stays_for_ranks_that_torchrun_may_start_again(
+    monkeypatch: pytest.MonkeyPatch, most: str, so_far: str, failed: bool, word: str
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", most)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", so_far)
+    monkeypatch.setattr(process, "has_failed", lambda: failed)
+    assert process.last_word() == word
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_guard"),
+    [
+        ("DataLoader worker (pid(s) 3) exited unexpectedly with exit code 2.", True),
+        ("DataLoader worker (pid(s) 3) exited unexpectedly with exit code 21.", False),
+        ("DataLoader worker (pid 3) is killed by signal: Killed.", False),
+        ("a script of its own ended with exit code 2.", False),
+        (None, False),
+    ],
+)
+def test_a_loader_whose_process_has_imported_the_script_ends_it_with_one_line_and_any_other_error_is_pythons(
+    capsys: pytest.CaptureFixture[str], cause: str | None, is_guard: bool
+) -> None:
+    error, hooked = RuntimeError("DataLoader worker exited"), list[object]()
+    error.__cause__ = None if cause is None else RuntimeError(cause)
+    with suppress(SystemExit):
+        process._end_as_loader(lambda *given: hooked.extend(given), RuntimeError, error, None)
+    assert hooked == ([] if is_guard else [RuntimeError, error, None])
+    assert ("put the training under if __name__" in capsys.readouterr().err) == is_guard
