@@ -109,6 +109,18 @@ def test_without_missing_tensors_the_pieces_stay_as_they_are_and_a_state_may_be_
         assert torch.equal(flat, anew)
 
 
+def test_pieces_of_a_state_become_those_that_were_built() -> None:
+    flat = torch.ones(8)
+    own = Pieces(Adam([Parameter(flat[:5]), Parameter(flat[5:])], lr=0.1), longest=3)
+    for piece in own.all:
+        piece.grad = torch.ones(piece.numel())
+    own._optimizer.step()
+    state = own.state_dict()
+    assert [part["exp_avg"].numel() for part in state["state"].values()] == [3, 2, 3]
+    own.load_state_dict(state, own.sizes())
+    assert [piece.numel() for piece in own.all] == [5, 3] and own.sizes() is None
+
+
 def test_the_optimizer_may_have_the_whole_vector_or_the_tensors_themselves() -> None:
     for cut in (lambda flat: [flat], lambda flat: [Parameter(part) for part in flat.split([1, 2])]):
         flat = torch.zeros(3)

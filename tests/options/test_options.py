@@ -136,6 +136,7 @@ def test_a_description_of_version_0_1_has_the_options_of_every_rule() -> None:
     flat |= {"workers": 2, "barrier": 0, "grace": None, "waits_for_dead": False, "publishes": False, "shards": [3, 4]}
     flat |= {"lateness": {"power": 0.0, "limit": None, "compensation": 0.0}, "worker_timeout": 60.0}
     spec = MethodSpec.from_json(flat)
+    assert MethodSpec.from_json(flat | {"max_epoch": None}).max_epoch == spec.max_epoch == 0
     assert spec.local_sgd == OuterSGDOptions(local_steps=4, outer_lr=1.0, total_steps=8)
     assert spec.shards == [3, 4] and spec.server.worker_timeout == 60.0
     options = OuterSGDOptions(local_steps=4, outer_lr=1.0, total_steps=8)
