@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -307,9 +308,30 @@ def test_a_model_for_pipelines_is_one_line() -> None:
         checks.check_model(deepspeed.PipelineModule.__new__(deepspeed.PipelineModule))
 
 
-def test_an_optimizer_or_schedule_of_the_script_stands_for_the_section() -> None:
-    checks.check_optimizer({}, "file.json", given=True, in_the_server=True)
-    checks.check_scheduler({"scheduler": "mine"}, "file.json", given=True)
+@pytest.mark.parametrize(
+    ("config", "given", "said"),
+    [
+        ({}, {}, ""),
+        ({"optimizer": None}, {"optimizer": 1}, ""),
+        ({"optimizer": None}, {"lr_scheduler": 1}, '"optimizer" is missing'),
+        ({"scheduler": "mine"}, {"lr_scheduler": 1}, ""),
+        ({"scheduler": "mine"}, {"optimizer": 1}, "\"scheduler\" is 'mine'"),
+        ({"zero_optimization": {"stage": 3}}, {"optimizer": 1}, "does not go with optimizer="),
+        ({"zero_optimization": {"stage": 3}}, {"optimizer": 1, "in_the_server": False}, ""),
+        ({"managed_gradient_accumulation": False}, {}, ""),
+        ({"managed_gradient_accumulation": False}, {"data": [1]}, '"managed_gradient_accumulation" is False'),
+        ({"gradient_clipping": -1}, {"optimizer": 1, "lr_scheduler": 1}, '"gradient_clipping" is -1'),
+    ],
+)
+def test_an_argument_of_the_script_stands_for_its_own_section_alone(
+    config: dict[str, Any], given: dict[str, Any], said: str
+) -> None:
+    module = importlib.import_module("fairseq_async.deepspeed_plugin.arguments")
+    others = {key: given.get(key) for key in ("optimizer", "lr_scheduler")}
+    arguments = module.Arguments(None, torch.nn.Linear(1, 1), given.get("data"), None, others, "file.json")
+    whole = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAMW} | config
+    with pytest.raises(ConfigurationError, match=re.escape(said)) if said else nullcontext():
+        arguments.check(whole, given.get("in_the_server", True))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "torch.bfloat16", "bf16"])
