@@ -138,6 +138,17 @@ def test_a_configuration_that_names_no_class_is_that_of_its_bare_model(
     assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
+def test_weights_beside_a_configuration_may_be_of_before(model: Any, tmp_path: Path) -> None:
+    """As where the script has enlarged the vocabulary: what ``from_pretrained`` makes is of the configuration."""
+    model.config.save_pretrained(tmp_path / "given")
+    described = model.config.to_dict() | {"architectures": ["GPT2LMHeadModel"]}
+    (tmp_path / "given" / "config.json").write_text(json.dumps(described))
+    before = {name: torch.zeros(2, 2) for name, _ in model.named_parameters()}
+    save_file(before, tmp_path / "given" / "model.safetensors")
+    export(save(tmp_path, model.named_parameters()), tmp_path / "out", config=tmp_path / "given")
+    assert load_file(tmp_path / "out" / "model.safetensors")["transformer.wte.weight"].shape == (16, 8)
+
+
 def test_code_beside_a_configuration_is_not_run(model: Any, tmp_path: Path) -> None:
     run = save(tmp_path, model.named_parameters(), config={"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}})
     (run / "own.py").write_text(

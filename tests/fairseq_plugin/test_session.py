@@ -17,7 +17,7 @@ from fairseq.trainer import Trainer
 
 from fairseq_async.errors import AsyncError, ConfigurationError
 from fairseq_async.fairseq_plugin import session
-from fairseq_async.fairseq_plugin.command_line import read_command, write_command
+from fairseq_async.fairseq_plugin.command_line import _without_our_directory, read_command, write_command
 from fairseq_async.fairseq_plugin.compat import shutdown
 from fairseq_async.fairseq_plugin.compat.dealt import grouped
 from fairseq_async.fairseq_plugin.registry import METHODS, SynchronousMethod
@@ -233,3 +233,16 @@ def test_data_at_an_address_is_no_missing_directory(
     ):
         cfg, _ = read_command(tmp_path)
         assert cfg.task.data == data
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (["data", "--user-dir", "/site-packages/fairseq_async", "--lr", "1"], ["data", "--lr", "1"]),
+        (["data", "--lr", "1", "--user-dir", "fairseq_async"], ["data", "--lr", "1"]),
+        (["data", "--user-dir", "mine", "--lr", "1"], ["data", "--user-dir", "mine", "--lr", "1"]),
+        (["data"], ["data"]),
+    ],
+)
+def test_a_replay_needs_no_user_directory_that_is_this_package(given: list[str], kept: list[str]) -> None:
+    assert _without_our_directory(given) == kept

@@ -1,10 +1,13 @@
 """``HybridAsync`` round a model in bf16."""
 
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import MagicMock
 
+import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 from fairseq_async.pytorch import HybridAsync
 from fairseq_async.server.programs import gradient_main
@@ -50,3 +53,22 @@ def test_a_model_in_bf16_is_rounded_from_the_servers_fp32(workers: Start) -> Non
             own.data.copy_(master)
     (ended,) = workers(1, gradient_main.build).run(train)
     assert torch.equal(ended, flat(model)) and not torch.equal(ended, begun)
+
+
+@pytest.mark.parametrize("found", [None, 0.0, 1.0])
+def test_a_step_that_a_scaler_lets_a_fused_optimizer_skip_is_none_of_the_run(found: float | None) -> None:
+    """A loop leaves its scheduler's step out then, which is no mistake."""
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.full((2,), 8.0)
+    optimizer, hook = SGD([weight]), MagicMock()
+    optimizer.register_step_pre_hook(hook)
+    if found is not None:
+        vars(optimizer).update(found_inf=torch.tensor(found), grad_scale=torch.tensor(4.0))
+    part = MagicMock(optimizer=optimizer, named=[("weight", weight)])
+    training: Any = MagicMock(_before_step=hook, _parts=[part], finished=False, of_trainer=False, _passes=None)
+    HybridAsync._prepare_step(training, optimizer)
+    took = not found
+    assert len(part.before_step.mock_calls) == len(training.async_worker.write_ahead.mock_calls) == took
+    norm = (8.0 if found is None else 2.0) * 2**0.5  # without the loss scale
+    assert [each.args for each in training._push.mock_calls] == [(pytest.approx(norm),)] * took
+    part.take_gradients.assert_called_once_with()

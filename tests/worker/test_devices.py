@@ -1,11 +1,15 @@
 """Workers whose model is on a GPU, a fake one that counts, with a real server."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
 
 from fairseq_async.server.programs import local_sgd_main
+from fairseq_async.worker.async_worker import AsyncWorker
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.local_sgd import LocalSGDWorker
@@ -82,3 +86,13 @@ def test_a_fragment_is_read_when_it_is_sent_and_read_and_written_when_it_is_take
             assert worker.step()
             assert (cuda.to_memory, cuda.to_gpu) == (before[0] + 2, before[1] + 1)
         assert (cuda.late, cuda.unpinned) == (0, before[2])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_exchanged_is_pinned_where_it_is_in_memory(asynchronous: bool) -> None:
+    """A server on a GPU shares memory of that, which is reached as it is."""
+    slot, device = torch.zeros(2), MagicMock(asynchronous=asynchronous)
+    client = SimpleNamespace(exchanged={"slot": slot, "published": SimpleNamespace(is_cpu=False)})
+    worker: Any = SimpleNamespace(replica=SimpleNamespace(device=device), client=client)
+    AsyncWorker.pin_exchanged(worker)
+    assert device.pin.mock_calls == [call("slot", slot)] * asynchronous

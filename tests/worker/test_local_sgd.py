@@ -17,14 +17,15 @@ from fairseq_async.method import methods
 from fairseq_async.method.spec import local_sgd_spec
 from fairseq_async.options.config import DelayedNesterovOptions, LocalSGDOptions, OuterSGDOptions, ServerOptions
 from fairseq_async.options.validation import checked
-from fairseq_async.protocol import Assignment, Push, PushReply, Report, Welcome, WorkReply
+from fairseq_async.protocol import Assignment, Push, PushReply, Report, Status, Welcome, WorkReply
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.lasting_connection import LastingConnection
-from fairseq_async.worker.local_sgd import LocalSGDWorker
+from fairseq_async.worker.local_sgd import DirectExchange, LocalSGDWorker
 from fairseq_async.worker.overlap import local_sgd_worker
 from fairseq_async.worker.replica import TensorReplica
 from fairseq_async.worker.start.server_process import ServerProcess
 from tests.helpers.references import DelayedNesterov64
+from tests.helpers.stand_ins import Clock
 
 MODULE = "fairseq_async.server.programs.local_sgd_main"
 TARGETS = torch.tensor([[1.0, -2.0, 0.5], [0.0, 1.0, 3.0], [2.0, 2.0, 2.0]])  # one a worker: they pull apart
@@ -291,6 +292,24 @@ def test_the_message_of_a_round_says_all_that_was_counted_in_it() -> None:
     nothing = {"local_steps": 0, "step_seconds": 0.0, "computing_seconds": 0.0, "loss": None, "waiting_seconds": 1.25}
     report = Report(**nothing, **given | {"epochs": 0.0, "tokens": 0.0})  # type: ignore[arg-type]
     assert local.message(None) == Push(3, 9, 1.0, report, pulls=True)
+
+
+def test_a_worker_waits_from_its_last_step_until_it_has_the_parameters_of_the_next() -> None:
+    clock, local = Clock(100.0), alone([])
+
+    def answer(write: object, push: Push) -> PushReply:
+        clock.now += 3.0
+        return PushReply(Status.APPLIED, 6, 1, 0, False, Assignment(local_steps=2))
+
+    def pull(copy: object, **asked: object) -> int:
+        clock.now += 0.5
+        return 6
+
+    vars(local.client).update(push=answer, pull=pull)
+    local.clock = clock
+    local.take_work(WorkReply(False, Assignment(local_steps=1)))
+    DirectExchange(local).run(None)
+    assert local.waited == local.last["waiting_seconds"] == 3.5
 
 
 @pytest.mark.parametrize("shard", [None, 1])
