@@ -5,15 +5,20 @@ import pickle
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from fairseq.trainer import Trainer
 from fairseq_cli import train
 
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin.refused import started_ranks
 from fairseq_async.fairseq_plugin.session import Main
+from fairseq_async.fairseq_plugin.synchronous import trainer as of_ranks
 from fairseq_async.fairseq_plugin.synchronous.adascale import AdaScaleTrainer
 from fairseq_async.fairseq_plugin.synchronous.adasum import AdasumTrainer
+from fairseq_async.fairseq_plugin.synchronous.trainer import SynchronousTrainer
 from tests.helpers.commands import MODEL, PACKAGE, Processes, command
 from tests.helpers.fairseq_flags import parsed
 from tests.helpers.fairseq_jobs import ADAM, ADASCALE, ADASUM, SGD
@@ -142,3 +147,42 @@ def _line(process: Path) -> str:
         return " ".join(command_line(int(process.name))[0])
     except OSError:
         return ""
+
+
+def bare_trainer(**attributes: Any) -> Any:
+    trainer = SynchronousTrainer.__new__(SynchronousTrainer)
+    vars(trainer).update(attributes)
+    return trainer
+
+
+@pytest.mark.parametrize("makes", [False, True])
+def test_a_resumed_run_makes_the_batches_of_its_first_epoch_again_and_only_once(
+    monkeypatch: pytest.MonkeyPatch, makes: bool
+) -> None:
+    """Filtered samples may depend on a seed of the first epoch's. A run that begins there has them."""
+    monkeypatch.setattr(Trainer, "get_train_iterator", lambda trainer, epoch, *given, **more: (epoch, more))
+    monkeypatch.setattr(of_ranks, "batches_of_first_epoch", lambda task, cfg, make: make() if makes else None)
+    new, resumed = (bare_trainer(task=None, cfg=None, _has_iterator=False) for _ in range(2))
+    assert [new.get_train_iterator(epoch) for epoch in (1, 2)] == [(1, {}), (2, {})]
+    first = (1, {"load_dataset": False}) if makes else (3, {})
+    assert [resumed.get_train_iterator(epoch) for epoch in (3, 4)] == [first, (4, {})]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("is_dummy", [False, True])
+def test_the_weight_of_a_batch_counts_where_it_is_trained_and_no_dummy(trains: bool, is_dummy: bool) -> None:
+    trainer = bare_trainer(_weights=[], _is_dummy=is_dummy)
+    with torch.set_grad_enabled(trains):
+        trainer._after_forward(None, None, (torch.ones(1), torch.tensor(7.0), {}))
+    assert trainer._weights == [7.0] * (trains and not is_dummy)
+
+
+def test_a_step_takes_the_batches_that_are_no_dummies_or_one_where_there_is_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = list[Any]()
+    monkeypatch.setattr(Trainer, "train_step", lambda trainer, samples, raise_oom: taken.append(list(samples)))
+    trainer = bare_trainer(_weights=[3.0])
+    for samples in ([{"id": 1}, {}, {"id": 2}], [{}, {}]):
+        trainer.train_step(samples)
+    assert taken == [[{"id": 1}, {"id": 2}], [{}]] and trainer._weights == [] and trainer._in_step is False
