@@ -278,7 +278,7 @@ def _make_worker(
     """Makes the worker side of the method, which has not joined the run yet."""
     if isinstance(options, LocalSGDOptions):
         replica = with_buffers(replica_of(engine, context.rank), engine.module, options, context.rank == 0)
-        copies = Copies([engine.basic_optimizer], context.island_size)
+        copies = Copies([engine.basic_optimizer], context.island_size, engine.device)
         engine.basic_optimizer.register_step_post_hook(lambda *_: copies.note())  # while it has gradients
         return local_sgd_worker(client, MovingReplica(replica, copies), options)
     divided = cast(HybridEngine, engine).divided  # then a parameter without a gradient has a partition of zeros

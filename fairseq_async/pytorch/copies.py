@@ -28,12 +28,13 @@ class Copies:
     Args:
         optimizers: whose states are looked at, by the tensors that they step: parameters, or fp32 masters of them.
         ranks: of this worker, each of which may hold a part of these tensors.
+        device: on which the ranks exchange numbers; the tensors may be offloaded, where their library exchanges none.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], ranks: int = 1) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], ranks: int, device: torch.device) -> None:
         given = [each for each in optimizers if not type(each).__module__.startswith(_WITHOUT_COPIES)]
         self._known: list[tuple[Optimizer, dict[str, bool]]] = [(each, {"step": False}) for each in given]
-        self._ranks = ranks
+        self._ranks, self._device = ranks, device
 
     def note(self, stepped: bool = True) -> None:
         """Looks at names that are new in the states; before a step, one that is of no copies is looked at again."""
@@ -57,14 +58,13 @@ class Copies:
             value, tensor, gradient = (each.float() for each in local_parts([value.to(tensor), tensor, gradient]))
             products = [(value - tensor).square(), tensor.square(), value.square(), gradient.square(), value * gradient]
             sums += torch.stack([each.sum() for each in products]).cpu().double()
-        apart, length, own, of_gradient, common = self._of_all_ranks(optimizer, sums).tolist()
+        apart, length, own, of_gradient, common = self._of_all_ranks(sums).tolist()
         return apart < _NEAR * length and not common**2 >= _PARALLEL * own * of_gradient > 0
 
-    def _of_all_ranks(self, optimizer: Optimizer, sums: Tensor) -> Tensor:
+    def _of_all_ranks(self, sums: Tensor) -> Tensor:
         """Adds up the sums of a worker's ranks, which may hold parts: all are to find the same."""
         if self._ranks > 1:
-            device = next(tensor.device for tensor, _ in _states(optimizer))
-            sums = sums.float().to(device)  # accelerators have no float64 in each collective library
+            sums = sums.float().to(self._device)  # accelerators have no float64 in each collective library
             distributed.all_reduce(sums)
         return sums
 

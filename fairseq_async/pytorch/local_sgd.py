@@ -81,7 +81,7 @@ class AsyncLocalSGD(AsyncTraining):
             for each, its in zip(self.optimizers, one_for_each(self.optimizers, scheduler), strict=True)
             if its is not None
         }
-        self._copies = Copies(self.optimizers, self._context.island_size)
+        self._copies = Copies(self.optimizers, self._context.island_size, self._named[0][1].device)
         self._own_rates = {id(each): OwnRates(each, _REMEDY) for each in self.optimizers}
         self._called = set[int]()  # the optimizers whose step came since the last local step was complete
         self._counts = False  # whether one of these steps counts

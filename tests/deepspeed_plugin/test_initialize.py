@@ -80,7 +80,7 @@ def test_a_rank_of_local_sgd_has_its_workers_share_and_monitor_and_its_place_in_
     worker = initialize.local_sgd_worker()
     initialize.replica_of.assert_called_once_with(engine, 1)
     assert initialize.with_buffers.call_args.args == (initialize.replica_of(), engine.module, options, False)
-    initialize.Copies.assert_called_once_with([engine.basic_optimizer], CONTEXT.island_size)
+    initialize.Copies.assert_called_once_with([engine.basic_optimizer], CONTEXT.island_size, engine.device)
     moving = initialize.MovingReplica
     moving.assert_called_once_with(initialize.with_buffers(), initialize.Copies())
     assert initialize.local_sgd_worker.call_args_list[0].args == (client, moving(), options)

@@ -190,7 +190,7 @@ def test_a_moment_is_no_copy_where_the_gradient_is_that_of_a_square(kind: Callab
     """A gradient is the parameters then, or its tenth is."""
     parameter = nn.Parameter(TARGETS[0].clone())
     optimizer = kind([parameter], lr=0.01)
-    copies = Copies([optimizer])
+    copies = Copies([optimizer], 1, torch.device("cpu"))
     (curvature * parameter.square().sum() / 2).backward()
     optimizer.step()
     copies.note()
