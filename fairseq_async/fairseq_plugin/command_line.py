@@ -66,8 +66,7 @@ def read_command(run_dir: Path) -> tuple[FairseqConfig, int]:
 
 def _without_our_directory(arguments: list[str]) -> list[str]:
     """Returns the arguments without ``--user-dir`` if that names this package, which is imported already."""
-    kept = list(arguments)
-    for index, (flag, value) in enumerate(zip(arguments, arguments[1:], strict=False)):
-        if flag == "--user-dir" and Path(value).name == Path(__file__).parents[1].name:
-            del kept[index : index + 2]
-    return kept
+    package = Path(__file__).parents[1].name
+    pairs = enumerate(zip(arguments, arguments[1:], strict=False))
+    ours = {index for index, (flag, value) in pairs if flag == "--user-dir" and Path(value).name == package}
+    return [each for index, each in enumerate(arguments) if not {index, index - 1} & ours]

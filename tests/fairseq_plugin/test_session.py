@@ -240,6 +240,7 @@ def test_data_at_an_address_is_no_missing_directory(
     [
         (["data", "--user-dir", "/site-packages/fairseq_async", "--lr", "1"], ["data", "--lr", "1"]),
         (["data", "--lr", "1", "--user-dir", "fairseq_async"], ["data", "--lr", "1"]),
+        (["--user-dir", "fairseq_async", "data", "--user-dir", "a/fairseq_async", "--lr", "1"], ["data", "--lr", "1"]),
         (["data", "--user-dir", "mine", "--lr", "1"], ["data", "--user-dir", "mine", "--lr", "1"]),
         (["data"], ["data"]),
     ],
