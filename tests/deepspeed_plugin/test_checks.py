@@ -128,7 +128,8 @@ def test_the_page_names_the_largest_table_of_rates() -> None:
         ),
         (
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
-            "'fp16' is not supported with method hybrid_async of a model in bfloat16: leave it out, or give",
+            "\"grad_accum_dtype\" 'fp16' is not supported with method hybrid_async of a model in bfloat16: leave it "
+            'out, or give "zero_optimization": {"stage": 3}',
         ),
         (
             {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.02}}},
