@@ -112,6 +112,11 @@ def check(config: dict[str, Any], options: MethodOptions, section: Section, name
     for key in ("pipeline", "compression_training", "hybrid_engine"):
         if _object(config, key, name).get("enabled", key == "pipeline" and key in config):
             raise ConfigurationError(f'{name}: "{key}" is not supported with "{SECTION}"; leave it out')
+    if str(config.get("gradient_allreduce_op")).lower() == "sum":
+        raise ConfigurationError(
+            f'{name}: "gradient_allreduce_op": "sum" is not supported with "{SECTION}": between workers gradients are '
+            "averaged; leave it out, and divide each loss by its own samples, not by those of all ranks"
+        )
     autocast = _object(config, "torch_autocast", name)
     if zero.get("stage", 0) and autocast.get("enabled", False) and autocast.get("dtype") in _FLOAT16:
         raise ConfigurationError(

@@ -148,6 +148,7 @@ def test_the_page_names_the_largest_table_of_rates() -> None:
         ({"async_training": {"method": "hybrid"}}, "\"method\": 'hybrid' is none of adascale"),
         ({"zero_optimization": {"stage": 0, "zenflow": {"topk_ratio": 0.1}}}, '"zenflow" is not supported'),
         ({"tensor_parallel": {"autotp_size": 2}}, '"tensor_parallel" is not supported'),
+        ({"gradient_allreduce_op": "SUM"}, '"gradient_allreduce_op": "sum" is not supported with "async_training"'),
         ({"zero_optimization": 3}, '"zero_optimization" is 3: it must be an object'),
     ],
 )
