@@ -132,6 +132,16 @@ def master_in_partition(parameter: Tensor) -> tuple[int, Tensor] | None:
     return None if mapping is None else (mapping.lp_fragment_address.start, mapping.hp_fragment)
 
 
+def link_masters(optimizer: DeepSpeedOptimizer) -> None:
+    """Links the parameters of ZeRO 1 and 2 to their masters anew where ``"round_robin_gradients"`` has dealt them to
+    the ranks: DeepSpeed 0.19.8 lays their masters in the order dealt, and links them as if that were the model's."""
+    if not getattr(optimizer, "round_robin_gradients", False):
+        return
+    in_order, optimizer.bit16_groups = optimizer.bit16_groups, optimizer.round_robin_bit16_groups
+    optimizer._link_all_hp_params()
+    optimizer.bit16_groups = in_order
+
+
 def fp16_masters(optimizer: DeepSpeedOptimizer) -> dict[int, Tensor]:
     """Returns the flat fp32 master of each parameter, by the parameter's ``id``, for fp16 without ZeRO."""
     masters: dict[int, Tensor] = {}

@@ -45,7 +45,7 @@ def test_two_workers_of_two_ranks_are_plain_deepspeed_on_four(processes: Process
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["hybrid", "local"])
+@pytest.mark.parametrize("name", ["hybrid", "local", "dealt"])
 def test_a_worker_of_two_ranks_and_one_of_one_are_plain_deepspeed_on_three(
     processes: Processes, tmp_path: Path, name: str
 ) -> None:

@@ -43,6 +43,9 @@ def zero(stage: int, **precision: Any) -> dict[str, Any]:
 CASES = {f"fp32-{stage}": zero(stage) for stage in range(4)}
 CASES |= {"bf16-3": zero(3, **BF16), "fp16-1": zero(1, **FP16)}
 CASES |= {"hybrid": zero(0), "local": {"optimizer": SGD, "gradient_clipping": 0.0, "async_training": LOCAL}}
+# of ZeRO, whose partitions are not in the model's order then
+DEALT = {"stage": 2, "round_robin_gradients": True}
+CASES["dealt"] = CASES["local"] | {"zero_optimization": DEALT, "zero_allow_untested_optimizer": True}
 ENDLESS = {"method": "hybrid_async", "total_steps": 1000000, "snapshot_seconds": 1}
 CASES["endless"] = zero(3) | {"async_training": ENDLESS}
 

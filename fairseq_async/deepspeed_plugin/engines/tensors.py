@@ -18,6 +18,7 @@ from fairseq_async.deepspeed_plugin.compat import (
     fp16_masters,
     has_master_in_partition,
     keeps_gradients_apart,
+    link_masters,
     low_precision_groups,
     master_in_partition,
     optimizer_gradients,
@@ -182,6 +183,7 @@ def replica_of(engine: DeepSpeedEngine, rank: int) -> Replica:
     named = _stepped(engine)
     if engine.zero_optimization_partition_weights():
         return PartitionedReplica(named, rank)
+    link_masters(engine.optimizer)
     if all(has_master_in_partition(parameter) for _, parameter in named):
         return MasterReplica(named, [master_in_partition(parameter) for _, parameter in named])
     masters = fp16_masters(engine.optimizer)
