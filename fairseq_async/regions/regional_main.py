@@ -166,9 +166,10 @@ class RegionalService(Service):
     # With the global server
 
     def _deliver(self, run: Run, outcome: Outcome) -> None:
-        super()._deliver(run, outcome)
         if (upstream := _regional(run).upstream) is not None:
-            upstream.count(outcome.settled)
+            upstream.count(outcome.settled)  # first: the last state, which is kept then, has what is left to send
+        super()._deliver(run, outcome)
+        if upstream is not None:
             self._send_if_due(upstream)
 
     def _send_if_due(self, upstream: Upstream) -> None:

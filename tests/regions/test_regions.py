@@ -16,6 +16,7 @@ from fairseq_async.options.addresses import free_port
 from fairseq_async.protocol import Layout, Push, Report
 from fairseq_async.records import event_log
 from fairseq_async.records.recording import merge_path
+from fairseq_async.regions.regional_main import RegionalService
 from fairseq_async.replay.regions import RecordedRegions
 from fairseq_async.replay.replay import DifferenceError, Recording, Replay
 from fairseq_async.reporting.audit import audit
@@ -37,6 +38,7 @@ from tests.helpers.regions import (
     region_server,
     region_spec,
 )
+from tests.helpers.run_files import events
 from tests.helpers.waiting import wait_until
 
 RULE = "outer=delayed_nesterov,outer_lr=0.3,outer_momentum=0.5,delay=2"
@@ -115,6 +117,8 @@ def test_the_run_ends_with_the_steps_of_all_regions_and_its_parameters_stay(tmp_
             assert above.service.finished == (region == 1)
         above.thread.join(20)
         assert parameter_server(above).version == 2 and not above.thread.is_alive()
+    sent = [(event["worker"], event["weight"], event["local_steps"]) for event in events(tmp_path / "global")]
+    assert sent == [(0, 4.0, 4), (1, 4.0, 4)]
 
 
 def test_the_servers_of_regions_and_the_global_one_may_be_in_shards(tmp_path: Path) -> None:
@@ -336,6 +340,9 @@ def test_a_region_that_goes_on_brings_a_new_global_server_its_own_parameters(tmp
             server, 0, region_spec(upstream.format(f"127.0.0.1:{port}")), start=torch.full((5,), 99.0)
         )
         worker.push(torch.ones(5))
+        assert isinstance(server.service, RegionalService)
+        own = server.service._upstream(server.service.described).state_dict()
+        assert own["unreported"] == 4, "with the two local steps of before, which were not sent"
         wait_until(lambda: any(line.endswith("; this region goes on, and tries again") for line in server.told))
         with global_server(tmp_path / "anew", regions=1, port=port) as above:
             wait_until(lambda: above.service.begun is not None)

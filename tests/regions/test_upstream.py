@@ -1,6 +1,7 @@
 """A region's numbers with the global server, through deaths of either: nothing that was moved is sent twice."""
 
 import io
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,10 @@ from fairseq_async.algorithms.rule import State
 from fairseq_async.errors import ConfigurationError, ExchangeError, RefusedError
 from fairseq_async.method.global_server import parse_upstream
 from fairseq_async.method.spec import MOST_LOCAL_STEPS
-from fairseq_async.protocol import Receipt, Report, Status
+from fairseq_async.protocol import Hello, Initialise, Push, PushReply, Receipt, Report, Status, Welcome
 from fairseq_async.protocol.receipt import SETTLED
 from fairseq_async.records.event_log import Settled
-from fairseq_async.regions import upstream_link
+from fairseq_async.regions import regional_main, upstream_link
 from fairseq_async.regions.global_main import GlobalService
 from fairseq_async.regions.regional_main import RegionalService
 from fairseq_async.regions.upstream import GlobalParameters, RegionLost, Upstream
@@ -28,6 +29,8 @@ from fairseq_async.server.coordinator import Coordinator
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.server.service import Service
+from scripts.faults.direct import TOKEN as SECRET
+from tests.helpers.in_process import Connection, end, server, slot
 from tests.helpers.regions import LAYOUT, region_spec
 from tests.helpers.stand_ins import Clock, Time
 
@@ -337,3 +340,104 @@ def test_a_region_whose_workers_wait_for_the_global_server_gives_it_up_after_the
     with pytest.raises(type(error), match=str(error)):
         link._joined(torch.zeros(5), patient=False)
     assert seconds <= time.now - 1000.0 <= seconds + 5.0
+
+
+def test_a_region_that_the_global_server_takes_no_longer_says_so_once_and_goes_on_alone() -> None:
+    coordinator, upstream = begun()
+    upstream.join(GlobalParameters(0, 7, False, 0 * ONES), 0.0, fresh=True)
+    move(coordinator, upstream)
+    assert upstream.due(1.0) is not None
+    told = list[str]()
+    service: Any = SimpleNamespace(_beginning=None, tell=told.append, _upstream=lambda run: upstream)
+    for _ in range(2):
+        RegionalService._handle_news(service, None, RegionLost("another --outer-lr"))  # type: ignore[arg-type]
+    assert told == ["another --outer-lr; this region goes on alone"]
+    assert upstream.finished and upstream.drift is None and not coordinator.finished
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_an_answer_lets_a_region_send_what_is_left_or_end_with_the_global_run(
+    monkeypatch: pytest.MonkeyPatch, over: bool
+) -> None:
+    coordinator, upstream = begun()
+    upstream.join(GlobalParameters(0, 7, False, 0 * ONES), 0.0, fresh=True)
+    calls, run = MagicMock(), SimpleNamespace(coordinator=coordinator, slots=MagicMock())
+    monkeypatch.setattr(regional_main, "_regional", lambda run: calls)
+    service: Any = MagicMock(clock=lambda: 2.0)
+    above = GlobalParameters(1, 8, over, ONES)
+    RegionalService._handle_parameters(service, run, upstream, above)  # type: ignore[arg-type]
+    run.slots.publish.assert_called_once_with(coordinator.server)
+    calls.log_merge.assert_called_once_with(above.values)
+    assert service._send_if_due.call_count == (not over) and service._deliver.call_count == coordinator.finished == over
+
+
+def waiting(run_dir: Path, **options: Any) -> tuple[RegionalService, Connection, list[Any]]:
+    """A region whose worker waits for the global server's parameters, and with what it has been asked for these."""
+    joined = list[Any]()
+    link = MagicMock(join=lambda parameters, patient: joined.append((parameters.tolist(), patient)))
+    service = RegionalService(SECRET, 1, run_dir, local_sgd_main.build, print, lambda *given: link)  # type: ignore[arg-type]
+    service.snapshots.take = lambda state, version: None  # type: ignore[method-assign]  # no fork in pytest
+    worker = Connection(service)
+    worker.introduce(0)
+    worker.ask(Hello(region_spec("127.0.0.1:1,region=0", **options), LAYOUT, remote=False), Welcome)
+    slot(service, 0).fill_(3.0)
+    assert not worker.send(Initialise(False))
+    return service, worker, joined
+
+
+def test_a_region_begins_with_the_global_servers_parameters_and_brings_it_its_own(tmp_path: Path) -> None:
+    service, worker, joined = waiting(tmp_path)
+    service._handle_news(service.described, GlobalParameters(4, 7, False, 2 * ONES))
+    assert joined == [([3.0] * 5, False)] and worker.answer(Welcome).initialised
+    assert server(service).parameters.tolist() == [2.0] * 5
+    own = service._upstream(service.described).state_dict()
+    assert (own["sequence"], own["version"], own["drift"]) == (4, 7, None)
+    end(service)
+
+
+def test_the_last_state_of_a_region_has_its_last_update_to_send(tmp_path: Path) -> None:
+    """Its server may die before the global server has it, and nobody else has it then."""
+    service, worker, _ = waiting(tmp_path, total_steps=2)
+    service._handle_news(service.described, GlobalParameters(4, 7, False, 2 * ONES))
+    slot(service, 0).fill_(1.0)
+    report = Report(local_steps=2, step_seconds=0.1)
+    assert worker.ask(Push(0, 0, 2.0, report), PushReply).finished
+    found = service.snapshots.latest(lambda state: None)
+    assert found is not None and found[1]["upstream"]["level"]["count"] == 1
+    assert found[1]["upstream"]["unreported"] == 2
+    end(service)
+
+
+def test_a_region_that_cannot_begin_tells_its_workers_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk: they would wait for ever."""
+    service, worker, _ = waiting(tmp_path)
+    monkeypatch.setattr(Service, "_begin", MagicMock(side_effect=OSError("the disk is full")))
+    with pytest.raises(OSError, match="full"):
+        service._handle_news(service.described, GlobalParameters(4, 7, False, 2 * ONES))
+    assert worker.last["error"] == "the disk is full"
+
+
+def test_a_region_whose_server_was_started_again_goes_on_until_the_global_server_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, parameters = MagicMock(), ONES.clone()
+    service = RegionalService(SECRET, 1, tmp_path, local_sgd_main.build, print, lambda *given: link)
+    run: Any = SimpleNamespace(spec=region_spec("127.0.0.1:1,region=0"), layout=LAYOUT)
+    run.coordinator = SimpleNamespace(server=SimpleNamespace(parameters=parameters))
+    monkeypatch.setattr(Service, "recover", lambda service: "version-7.pt")
+    service.run = run
+    assert service.recover() == "version-7.pt"
+    (brought, patient), _ = link.join.call_args
+    assert patient and torch.equal(brought, parameters)
+
+
+@pytest.mark.parametrize(
+    ("host", "own", "here"), [("127.0.0.1", 7, True), ("127.0.0.1", 8, False), ("192.0.2.1", 7, False)]
+)
+def test_a_global_server_on_another_machine_may_have_the_port_of_the_regions_own(
+    host: str, own: int, here: bool
+) -> None:
+    given = parse_upstream(f"{host}:7,region=0")
+    link = UpstreamLink(given, region_spec(f"{host}:7,region=0"), LAYOUT, "", None, own, print, lambda: None)
+    with pytest.raises(RefusedError, match="is this run's own server") if here else nullcontext():
+        link._check_other()
