@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fairseq_async.algorithms import E3M0, FragmentedRule, NesterovMomentum, Update, fragments_of
+from fairseq_async.algorithms import E3M0, FragmentedRule, Int8, NesterovMomentum, Update, fragments_of
 from fairseq_async.method.spec import local_sgd_spec
 from fairseq_async.options import compression
 from fairseq_async.options.config import ServerOptions
-from fairseq_async.protocol import Layout
+from fairseq_async.protocol import Layout, Push, Report
 from fairseq_async.server.compressed_changes import CompressedChanges
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.programs import local_sgd_main
@@ -162,6 +162,21 @@ def test_a_worker_that_joins_again_has_nothing_of_what_was_sent_before() -> None
         slots._starts.note_taken(peer.id, torch.ones(5), None)
     slots.open(peers[1])
     assert isinstance(slots._starts, CompressedChanges) and list(slots._starts._known) == [0]
+
+
+def test_what_a_payload_has_of_tensors_without_a_gradient_is_not_taken() -> None:
+    """A codec may round their zeros up."""
+    spec = local_sgd_spec(streaming(0, fragments=1, compress="int8"), 1, [], ServerOptions(), {})
+    slots, sent = (
+        Slots(spec, Layout.of([("a", torch.zeros(2)), ("b", torch.zeros(3))]), 1),
+        Int8().encode(torch.ones(5)),
+    )
+    channel: Any = SimpleNamespace(with_tensor=True, tensor_bytes=len(sent))
+    peer: Any = SimpleNamespace(id=0, remote=True, channel=channel)
+    slots.open(peer)
+    channel.room[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+    slots.unpack(peer, Push(0, 0, 1.0, Report(missing="2")))
+    assert slots.update(0, 0).tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 # With real servers and workers

@@ -1,6 +1,6 @@
 """A server whose parameters and slots are on its workers' GPU, here a fake one: as a server on the CPU, to the bit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from fairseq_async.protocol import Push, Report, Welcome
 from fairseq_async.records.state_files import moved
 from fairseq_async.server.plan import Build
 from fairseq_async.server.programs import local_sgd_main
+from fairseq_async.server.slots import allocate_memory
 from fairseq_async.worker.connection.client import Client
 from fairseq_async.worker.connection.lasting_connection import LastingConnection
 from fairseq_async.worker.connection.server_connection import JoinDetails
@@ -207,6 +208,23 @@ def test_shards_and_a_recording_are_refused_with_it() -> None:
         with pytest.raises(ConfigurationError, match=f"{name.replace('_', '.')} does not go with"):
             given = methods.parse(LocalSGDOptions, {}, "test")
             local_sgd_spec(given, 2, [], ServerOptions(server_device="cuda", **options), {})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: hybrid("auto", server_shards=2),
+        lambda: hybrid("auto", record=True),
+        lambda: local_sgd("auto", upstream="10.0.0.1:1,region=0"),
+    ],
+    ids=["shards", "recording", "region"],
+)
+def test_a_server_of_shards_with_a_recording_or_of_a_region_is_on_the_cpu_where_it_may_choose(
+    ipc: FakeIpc, make: Callable[[], Case]
+) -> None:
+    said, (_, spec) = list[str](), make()
+    assert not isinstance(allocate_memory(spec, 4, 1, True, NAME, said.append), GpuMemory)
+    assert said == ["the server is on the CPU: shards, a global server and recordings are for servers on the CPU"]
 
 
 def test_a_server_that_publishes_nothing_has_no_memory_for_it(ipc: FakeIpc) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fairseq_async.algorithms import Update
+from fairseq_async.options.config import HybridOptions
 from fairseq_async.server.optimizers.scheduled_rule import ScheduledRule
 from fairseq_async.server.plan import EpochPlan
 
@@ -38,6 +39,18 @@ def rule_of(workers: int) -> tuple[ScheduledRule, Recorded, torch.Tensor]:
 def step(rule: ScheduledRule, parameters: torch.Tensor, gradients: int) -> float:
     rule.limit_round(gradients)
     return sum(rule.apply(parameters, Update(0, 0, 0, 1.0, torch.ones(1))) for _ in range(gradients))
+
+
+@pytest.mark.parametrize(("shares", "steps"), [("equal", 1.0), ("auto", 0.5)])
+def test_gradients_are_counted_by_their_micro_batches_where_shares_are_by_speed(shares: str, steps: float) -> None:
+    """Of the eight of two workers there are four; where they are equal, no worker says how many it has."""
+    optimizer = torch.optim.SGD([parameters := torch.zeros(1)], lr=1.0)
+    options = HybridOptions(micro_batches=4, shares=shares)  # type: ignore[arg-type]
+    rule = ScheduledRule.of(options, 2, optimizer, Recorded())
+    for worker in (0, 1):
+        sent = {"micro_batches": 2} if shares == "auto" else {}
+        rule.apply(parameters, Update(worker, 0, 0, 1.0, torch.ones(1), **sent))
+    assert rule.steps == steps
 
 
 def test_the_schedule_goes_on_when_parts_make_a_whole_step() -> None:

@@ -253,6 +253,8 @@ def test_the_room_of_an_update_that_has_not_come_to_its_end_is_not_used_again() 
     held.note_placed(0, 5)
     assert half is not whole and held._update(0, 5) is whole is held.place_for(0)
     assert math.isnan(held.measure(0, 5))
+    starts = [held.start(0.0, starts) for starts in (False, True)]
+    assert all(start is not held.parameters for start in starts), "they are sent while the next update is applied"
 
 
 def test_a_worker_that_lies_loses_its_connection_and_no_other(hosts: ShardHosts, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, Param
 from fairseq_async.server.parameter_server import ParameterServer
 from fairseq_async.server.plan import Build, EpochPlan
 from fairseq_async.server.programs import gradient_main, local_sgd_main
+from fairseq_async.server.run import Run
 from fairseq_async.server.shards import build as building
 from fairseq_async.server.shards.build import close_shards
 from fairseq_async.server.shards.calls import Answer, Call, encode
@@ -182,6 +184,29 @@ def test_a_shard_that_answers_with_another_type_has_failed(tmp_path: Path, monke
         monkeypatch.setattr(shard, "answer", lambda: Answer("1"))
         with pytest.raises(HalfAppliedError, match="shard 1 of the server answers moves_parameters with '1'"):
             shard.result(HybridAccumulation.moves_parameters)
+
+
+def test_a_step_of_few_micro_batches_is_as_small_a_part_of_one_in_every_shard(tmp_path: Path) -> None:
+    """Of the eight of two workers there are five."""
+    options, found = HybridOptions(shares="auto", micro_batches=4), []
+    for shards in (1, 2):
+        spec = hybrid_spec(options, 2, ServerOptions(server_shards=str(shards)), ADAM.to_json(), 0)
+        with served(gradient_main.build, spec, tmp_path) as made:
+            for worker in (0, 1):
+                slot = made.memory.slot(worker).fill_(1.0 + worker)
+                made.server.push(Update(worker, 0, 0, 1.0, slot, micro_batches=2 + worker))
+            assert isinstance(made.plan, EpochPlan) and made.plan.schedule.steps == 5 / 8
+            found.append(made.parameters.clone())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("saved", "now"), [(3, 2), (1, 2), (2, 1)])
+def test_the_state_of_a_server_in_another_number_of_shards_is_refused(saved: int, now: int) -> None:
+    run: Any = SimpleNamespace(spec=hybrid(now))
+    said = f"server in {saved} shards, this run's is in {now}: give --server-shards {saved}, or begin anew"
+    with pytest.raises(RefusedError, match=said):
+        Run._check_state(run, {"method": "hybrid_async", "server_shards": saved})
+    Run._check_state(run, {"method": "hybrid_async", "server_shards": now})
 
 
 def test_a_nan_in_one_shard_keeps_the_update_out_of_all(tmp_path: Path) -> None:
