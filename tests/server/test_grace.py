@@ -66,6 +66,11 @@ def test_a_worker_that_was_never_measured_may_come_at_any_time() -> None:
     assert begun(GracePeriod(0.1, plan), 0.0, 9.9).continues(0, [1], now=10.0)
 
 
+def test_a_worker_that_was_at_work_before_the_server_was_is_waited_for() -> None:
+    """How long its work takes is known, and not since when it is at it."""
+    assert begun(GracePeriod(2.0, at_work(a=1.0, b=1.0)), 0.0).continues(0, [1], now=10.0)
+
+
 def test_who_has_not_begun_is_waited_for_in_the_first_round_only() -> None:
     plan = LocalStepPlan(workers=2, local_steps=10, total_steps=0, dynamic_local_steps=False, shards=[], seed=1)
     plan.assign(0)
@@ -119,7 +124,9 @@ def test_the_server_waits_for_those_who_are_about_to_come_and_not_for_others(tmp
         assert other.deliver(10, 1.0) and server.version == 2
         clock.now += 10
         assert not one.deliver(10, 1.0)
-        clock.now += 2.5
+        clock.now += 1.75
+        assert service.tick() == 0.25, "until the period is over"
+        clock.now += 0.75
         service.tick()
         assert server.version == 3 and one.answer(PushReply).status is Status.APPLIED
         assert other.deliver(10, 1.0)  # the first will need 10 seconds

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,31 @@ def test_a_scheduler_that_is_stepped_with_its_optimizer_or_never_is_right(often:
             scheduler.step()
     count.before_step()
     assert scheduler.last_epoch <= of_run
+
+
+@pytest.mark.parametrize(
+    ("taken", "often"),
+    [
+        ([2, 2, 2], "more"),
+        ([2, 2, 1, 2, 2], ""),
+        ([1, 0, 0], "less"),
+        ([0, 1], "less"),
+        ([1, 0, 1, 0, 1], ""),
+    ],
+)
+def test_a_scheduler_may_skip_one_step_in_a_row_and_take_two_twice(taken: list[int], often: str) -> None:
+    """As with a GradScaler, which skips steps of the optimizer."""
+    drawn = optimizer()
+    scheduler = ExponentialLR(drawn, 0.5)
+    count = StepCount(scheduler, 100)
+    said = f"is stepped {often} often than the optimizer"
+    with pytest.raises(ConfigurationError, match=said) if often else nullcontext():
+        for steps in taken:
+            count.before_step()
+            drawn.step()
+            for _ in range(steps):
+                scheduler.step()
+        count.before_step()
 
 
 @pytest.mark.parametrize(

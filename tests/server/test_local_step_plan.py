@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from fairseq_async.algorithms import local_steps, shard_probabilities
 from fairseq_async.errors import RefusedError
-from fairseq_async.method.spec import local_sgd_spec
-from fairseq_async.options.config import DelayedNesterovOptions
+from fairseq_async.method.spec import hybrid_spec, local_sgd_spec
+from fairseq_async.options.config import DelayedNesterovOptions, DiLoCoOptions, HybridOptions
 from fairseq_async.protocol import Report
 from fairseq_async.server.local_step_plan import LocalStepPlan
+from fairseq_async.server.optimizers.torch_optimizer import OptimizerSpec, ParameterGroup
 from fairseq_async.server.plan import EpochPlan, Plan
+from fairseq_async.server.programs import gradient_main
 from fairseq_async.server.programs import local_sgd_main as outer
 from scripts.faults.sgd_server import Constant
 from tests.helpers.thread_workers import LAYOUT
@@ -131,6 +133,14 @@ def test_shards_are_used_by_their_size_and_drawn_without_overlap() -> None:
         for worker in (0, 1):
             plan.record(worker, report(5))
     assert plan.used[1] / sum(plan.used) == pytest.approx(0.75, abs=0.01)
+
+
+def test_workers_that_are_at_work_at_one_time_draw_from_shards_by_what_all_of_them_draw() -> None:
+    plan = LocalStepPlan(2, 5, total_steps=0, dynamic_local_steps=False, shards=[9, 9], seed=1)
+    for _ in range(20):
+        assert {plan.assign(worker).shard for worker in (0, 1)} == {0, 1}
+        for worker in (0, 1):
+            plan.record(worker, report(5))
 
 
 def test_the_first_shards_do_not_depend_on_who_comes_first() -> None:
@@ -299,6 +309,19 @@ def test_the_speed_of_a_worker_that_is_gone_counts_no_more_until_it_is_back() ->
     assert rounds.assign(0).local_steps == 12 and rounds.assign(1).local_steps == 4
 
 
+@pytest.mark.parametrize(
+    ("options", "per_step"),
+    [(DiLoCoOptions(local_steps=12), [1.0, 1.0]), (DelayedNesterovOptions(local_steps=12), [0.75, 1.5])],
+    ids=["rounds", "no rounds"],
+)
+def test_in_rounds_of_all_workers_a_step_of_each_is_one_of_the_schedule(options: Any, per_step: list[float]) -> None:
+    """However fast it is: all take as many. Here one is twice as fast as the other."""
+    rounds = outer.build(local_sgd_spec(options, 2, [], None, {}), LAYOUT, torch.zeros(3))[1]
+    for worker, seconds in enumerate((0.1, 0.2)):
+        rounds.record(worker, report(12, seconds))
+    assert [rounds.assign(worker).progress_per_step for worker in (0, 1)] == pytest.approx(per_step)
+
+
 def test_a_speed_is_the_mean_of_the_last_round_and_of_what_it_was() -> None:
     """10 a second, then 10/3: 20/3, which is 2/3 of the other's 10."""
     rounds = plan()
@@ -368,6 +391,10 @@ def test_a_report_has_its_steps_and_no_more_than_there_can_be() -> None:
     ):
         with pytest.raises(RefusedError):
             rounds.check(wrong)
+    gradients = EpochPlan(Constant(), max_epoch=9)
+    gradients.check(Report(epochs=100.0))
+    with pytest.raises(RefusedError, match="epochs 101: a step is of 100 passes over the data at most"):
+        gradients.check(Report(epochs=101.0))
 
 
 def test_a_worker_that_has_come_back_after_a_restart_is_like_any_other() -> None:
@@ -380,3 +407,13 @@ def test_a_worker_that_has_come_back_after_a_restart_is_like_any_other() -> None
     assert second.assign(1).local_steps == 5 and second.assign(2).idle
     second.record(0, report(5))
     assert second.assign(0).idle
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_run_of_either_method_ends_after_the_steps_and_passes_of_its_description(several: bool) -> None:
+    inner = OptimizerSpec("SGD", [ParameterGroup([0], {"lr": 1.0})]).to_json()
+    gradients = hybrid_spec(HybridOptions(), 2, None, {"parts": [inner]} if several else inner, 7, max_epoch=3)
+    local = local_sgd_spec(DelayedNesterovOptions(total_steps=7), 2, [], None, {}, max_epoch=3)
+    for build, spec in ((gradient_main.build, gradients), (outer.build, local)):
+        _, made = build(spec, LAYOUT, torch.zeros(3))
+        assert (made.max_epoch, made.total_steps) == (3, 7)

@@ -21,6 +21,10 @@ def test_before_anything_is_measured_a_worker_looks_ahead_by_the_running_mean_of
     assert look_ahead.of(0) == 3.0 and look_ahead.of(1) == 0.0
     look_ahead.note(1, 0, 1)
     assert look_ahead.of(1) == 0.0, "a quarter of a version is as good as none"
+    look_ahead.note(1, 0, 1)
+    assert look_ahead.of(1) == 0.0, "0.44 are, too"
+    look_ahead.note(1, 0, 1)
+    assert look_ahead.of(1) == 0.578125
     look_ahead.remove_worker(0)
     assert look_ahead.of(0) == 0.0
 

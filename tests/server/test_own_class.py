@@ -69,6 +69,11 @@ class Counts(Counting):
     def step(self, closure=None):
         self.param_groups[0]["k"] += 1
 
+class Remembers(Counting):
+    def step(self, closure=None):
+        for each in self.param_groups[0]["params"]:
+            self.state[each]["steps"] = 1
+
 class Projects(Counting):
     def kept(self, each):
         return SimpleNamespace()
@@ -128,6 +133,7 @@ def test_it_steps_as_in_a_plain_loop_with_keys_of_a_group_and_what_it_keeps_in_i
         (lambda own, given: own.TwoSets(given), r"TwoSets, whose eval\(\) gives the model other weights"),
         (lambda own, given: own.Decays(given), r"Decays, whose step\(\) does something where there are no gradients"),
         (lambda own, given: own.Counts(given), r"Counts, whose step\(\) does something where there are no gradients"),
+        (lambda own, given: own.Remembers(given), r"Remembers, whose step\(\) does something where there are no grad"),
         (lambda own, given: own.Projects(given), "goes on from a state that was saved there .UnpicklingError"),
         (lambda own, given: own.OfNames([("", each["params"][0]) for each in given]), "cannot be made from its groups"),
     ],

@@ -92,6 +92,43 @@ def test_a_workers_time_is_that_of_its_last_five_steps() -> None:
     assert shares.state_dict()["took"] == {0: [1.25] * 5}
 
 
+@pytest.mark.parametrize(
+    ("last", "took"),
+    [
+        ([1.4, 1.4], [1.0, 1.0, 1.0, 1.4, 1.4]),
+        ([1.6, 1.6], [1.6] * 3),
+        ([0.7, 0.7], [1.0, 1.0, 1.0, 0.7, 0.7]),
+        ([0.6, 0.6], [0.6] * 3),
+        ([9.0], [1.0, 1.0, 1.0, 1.0, 9.0]),
+    ],
+)
+def test_two_steps_in_a_row_that_are_half_as_long_again_are_a_new_speed(last: list[float], took: list[float]) -> None:
+    shares, now = Shares(4), 0.0
+    for seconds in [1.0] * 5 + last:
+        number = shares.begin(0, now)
+        now += number * seconds
+        shares.arrive(0, now)
+    assert shares.state_dict()["took"][0] == pytest.approx(took)
+
+
+@pytest.mark.parametrize(("slower", "given"), [(1.95, {0: 6, 1: 2}), (1.85, {0: 5, 1: 3})], ids=["2.5%", "7.5%"])
+def test_micro_batches_are_divided_anew_where_that_makes_the_step_a_twentieth_shorter(
+    slower: float, given: dict[int, int]
+) -> None:
+    """With 6 and 2 the step takes 6 seconds."""
+    shares = Shares(4)
+    shares.load_state_dict({"took": {0: [1.0] * 3, 1: [slower] * 3}, "given": {0: 6, 1: 2}})
+    shares.divide([0, 1], 2, 0.0)
+    assert shares.state_dict()["given"] == given
+
+
+def test_workers_whose_times_differ_by_less_than_they_are_uneven_have_equal_shares() -> None:
+    shares = Shares(40)
+    shares.load_state_dict({"took": {0: [0.8, 1.0, 1.2], 1: [1.0, 1.2, 1.4]}, "given": {}})
+    shares.divide([0, 1], 2, 0.0)
+    assert shares.state_dict()["given"] == {0: 40, 1: 40}
+
+
 def test_work_that_is_dealt_again_is_measured_by_as_many_micro_batches_as_it_has() -> None:
     """A worker that comes back takes the batches that it was dealt, though it would be given more by now."""
     shares = Shares(2, workers=2)
