@@ -217,6 +217,16 @@ def test_an_idle_worker_gets_the_work_of_one_that_hangs_and_shows_life(took: flo
     assert late.settled[0].receipt.status is Status.APPLIED and run.coordinator.finished
 
 
+def test_a_worker_may_take_four_times_as_long_as_its_present_work_is_expected_to_take() -> None:
+    """Worker 1 has taken 20 seconds for its only step, and has nine before it now."""
+    run = local(total_steps=10)
+    asked(run, 1, 20.0)
+    run.push(1, 1.0, 20.0, Report(local_steps=1, step_seconds=20.0))
+    run.steps(0, 10, now=20.0)
+    run.coordinator.wait(0, now=20.0)
+    assert alive(run, 739.0) == Outcome() and answered(alive(run, 741.0)) == [0]
+
+
 def test_who_has_work_of_its_own_takes_none_of_a_worker_that_shows_life() -> None:
     run = local(total_steps=20)
     asked(run, 1, 10.0)
@@ -431,6 +441,11 @@ def test_a_step_is_of_the_micro_batches_of_those_who_have_come_and_stays_so_larg
     run.coordinator.wait(1, now=45.0, for_end=True)
     run.push(0, 0.0, now=48.0)
     assert run.coordinator.shares._given == {0: 12}
+    run.coordinator.membership.connect(2, "z", 49.0)
+    run.push(0, 0.0, now=52.0)
+    assert run.coordinator.shares._given == {0: 8}, "worker 2 begins with four"
+    run.push(0, 0.0, now=110.0)
+    assert run.coordinator.shares._given == {0: 12}, "it was not heard of for a minute"
 
 
 def test_a_step_stays_divided_as_it_is_when_a_worker_goes_before_its_end() -> None:

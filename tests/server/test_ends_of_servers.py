@@ -231,6 +231,18 @@ def test_a_global_server_waits_for_its_regions_however_long_their_line_is_broken
         assert server.over_at(100_001.0)  # region 0 is away for longer than the timeout: it may have died
 
 
+def test_a_global_server_that_goes_on_knows_which_regions_have_left_for_good(tmp_path: Path) -> None:
+    """Else it would wait for those that have died without end."""
+    with closing(Server(tmp_path, GlobalService)) as before:
+        before.enter(0).send(Leave(False))
+        before.enter(1)
+        take_snapshot(before.service)
+    with closing(Server(tmp_path, GlobalService)) as server:
+        server.service.resumes = True
+        server.enter(1)
+        assert server.service.membership.left_for_good == [0]
+
+
 def test_the_next_run_waits_until_the_one_before_is_gone(server: Server, tmp_path: Path) -> None:
     """Its last snapshot is written before its process has ended, which holds the directory until then."""
     server.enter(0)
@@ -292,10 +304,11 @@ def test_a_finished_run_whose_directory_has_become_read_only_ends_with_a_line(
     assert "cannot be removed: " in line and "remove " in line and "\n" not in line
 
 
-def test_a_server_that_was_started_again_ends_when_nobody_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last_word", [Leave(False), Push(0, 0, 1.0, Report())], ids=["goodbye", "an update"])
+def test_a_server_that_was_started_again_ends_when_nobody_comes_back(tmp_path: Path, last_word: Leave | Push) -> None:
     """Its last worker has died with the server before, and worker 0 waits for this one's end."""
     with closing(Server(tmp_path)) as before:
-        before.enter(0).send(Leave(False))
+        before.enter(0).send(last_word)
         worker = before.enter(1)
         slot(before.service, 1).fill_(1.0)
         worker.send(Push(0, 0, 1.0, Report()))
@@ -326,11 +339,11 @@ def raise_(error: Exception) -> None:
 # The finished model, until worker 0 has saved it
 
 
-def enter_last(server: Server, worker: int, instance: str = "x", **changes: object) -> Welcome:
+def enter_last(server: Server, worker: int, instance: str = "x", **changes: Any) -> Welcome:
     """Enters a run that ends with its second version."""
     connection = Connection(server.service)
     connection.introduce(worker, instance)
-    spec = replace(halving_spec(1, waits_for_dead=False, worker_timeout=60.0), last_version=2, **changes)
+    spec = replace(halving_spec(1, waits_for_dead=False, worker_timeout=60.0), **{"last_version": 2} | changes)
     server.connections[worker] = connection
     welcome = connection.ask(Hello(spec, LAYOUT, remote=False), Welcome)
     if not welcome.initialised:
@@ -404,7 +417,12 @@ def test_a_worker_0_that_comes_back_after_the_end_gets_the_last_parameters_at_on
         assert load_file(tmp_path / FINAL)["w"].equal(parameters)
 
 
-def test_a_run_that_was_ended_goes_on_where_it_is_to_become_longer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "longer",
+    [{"max_epoch": 7}, {"whole_steps": 7}, {"last_version": 7}, {"options": {"updates_per_step": 1, "total_steps": 7}}],
+    ids=str,
+)
+def test_a_run_that_was_ended_goes_on_where_it_is_to_become_longer(tmp_path: Path, longer: dict[str, Any]) -> None:
     with closing(Server(tmp_path)) as before:
         for worker in (0, 1):
             enter_last(before, worker)
@@ -412,7 +430,7 @@ def test_a_run_that_was_ended_goes_on_where_it_is_to_become_longer(tmp_path: Pat
         before.connections[1].send(Leave(True))
     with closing(Server(tmp_path)) as server:
         server.service.resumes = True
-        assert not enter_last(server, 0, max_epoch=7).finished
+        assert not enter_last(server, 0, **longer).finished
         assert not (tmp_path / FINAL).exists(), "it is no model of this run"
 
 
@@ -491,3 +509,35 @@ def test_of_a_run_of_regions_the_last_state_stays_however_it_ends(
     assert versions(tmp_path) == [0, 2] and (tmp_path / FINAL).exists()
     export = f"fairseq-async export {tmp_path} OUT writes them for use"
     assert said == [f"the last parameters are kept in {tmp_path / FINAL}; {export}"]
+
+
+def test_a_finished_server_that_has_something_left_to_do_does_it_though_its_starter_is_gone(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a region's, whose last update the global server has not answered."""
+    finish(server)
+    for each in server.connections.values():
+        each.send(Leave(False))
+    ticks = list[bool]()
+
+    def tick() -> float:
+        server.service.busy = len(ticks) < 2
+        ticks.append(server.service.busy)
+        assert len(ticks) < 9, "nobody ends it any more"
+        return 0.0
+
+    monkeypatch.setattr(server.service, "tick", tick)
+    server.service.busy = True
+    server.lifeline[1].close()
+    assert server.loop.run() and ticks == [True, True, False]
+
+
+def test_nobody_waits_for_a_run_whose_starter_is_gone_or_lets_its_server_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    (stdin, lifeline), (starter, process) = os.pipe(), os.pipe()
+    with open(stdin) as own, open(starter):
+        monkeypatch.setattr("sys.stdin", own)
+        assert not program._is_abandoned(starter)
+        os.close(process)
+        assert program._is_abandoned(starter) and not program._is_abandoned(None)
+        os.close(lifeline)
+        assert program._is_abandoned(None)

@@ -9,7 +9,19 @@ import torch
 
 from fairseq_async.algorithms import StalenessPolicy
 from fairseq_async.errors import HalfAppliedError, RefusedError
-from fairseq_async.protocol import Hello, Initialise, Pull, Push, Report, WaitForWork, Welcome, encode
+from fairseq_async.protocol import (
+    Hello,
+    Initialise,
+    Leave,
+    Pull,
+    Push,
+    Report,
+    SaveState,
+    ScheduleEvent,
+    WaitForWork,
+    Welcome,
+    encode,
+)
 from fairseq_async.server.service import Service
 from fairseq_async.worker.connection.client import Client
 from scripts.faults.thread_server import ThreadServer
@@ -90,9 +102,13 @@ def test_a_worker_that_waits_for_its_answer_asks_for_nothing(tmp_path: Path) -> 
     for request in (Pull(), Push(1, 0, 1.0, Report()), WaitForWork(), hello, Initialise(False)):
         first.send(request)
         assert first.last["kind"] == "error" and "waits for the answer to its update" in first.last["error"]
+    allowed = {"schedule_reply": ScheduleEvent("a", "begin_epoch", 1), "state_saved": SaveState()}
+    assert all(first.send(request) and first.last["kind"] == kind for kind, request in allowed.items())
     slot(service, 1).fill_(3.0)
     second.send(Push(0, 0, 1.0, Report()))
     assert parameter_server(service).version == 1 and parameter_server(service).parameters.tolist() == [-2.0] * 3
+    assert not first.send(Push(1, 1, 1.0, Report()))
+    assert first.send(Leave(False)) and first.last["kind"] == "goodbye"
 
 
 def test_an_error_in_the_middle_of_a_round_takes_the_run_back_to_a_snapshot(

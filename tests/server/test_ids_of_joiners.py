@@ -54,6 +54,11 @@ def test_where_no_other_id_is_free_that_of_a_joiner_that_may_come_back_is_taken(
         id_of_another(membership, 13.0)
 
 
+def test_a_joiner_takes_the_place_of_no_worker_that_was_announced() -> None:
+    with pytest.raises(RefusedError, match="this run has 2 workers; there is no worker 1"):
+        Membership(2, now=0.0).assign_id(1, joins=True, instance="A", now=0.0)
+
+
 def test_another_process_may_be_a_worker_that_has_been_silent_for_its_timeout() -> None:
     membership = joined()
     membership.connect(1, "A", 10.0)

@@ -16,6 +16,8 @@ from fairseq_async.protocol import (
     Pull,
     Push,
     Report,
+    Request,
+    ScheduleEvent,
     encode,
 )
 from fairseq_async.records.state_files import restored_path
@@ -23,6 +25,7 @@ from fairseq_async.reporting import page
 from fairseq_async.reporting.runs import load
 from fairseq_async.server.local_step_plan import LocalStepPlan
 from fairseq_async.server.service import Service
+from scripts.faults.direct import FakeChannel
 from tests.helpers import halving, in_process
 from tests.helpers.halving import LAYOUT, begun, hello, layout
 from tests.helpers.in_process import Connection, new_service
@@ -312,6 +315,33 @@ def test_only_worker_0_takes_the_runs_state(service: Service) -> None:
     assert not list(service.run_dir.glob(".state*"))
 
 
+@pytest.mark.parametrize(
+    ("asks", "said"),
+    [
+        (Initialise(False), "worker 0 brings the parameters"),
+        (ScheduleEvent("a", "end_epoch", 1, 1.0), "worker 0 tells of its epochs, which the learning rate follows"),
+    ],
+    ids=["the beginning", "an epoch"],
+)
+def test_only_worker_0_begins_the_run_and_ends_epochs(service: Service, asks: Request, said: str) -> None:
+    service.run_dir.mkdir()
+    begun(service)
+    second = Connection(service)
+    second.introduce(1)
+    hello(second, layout())
+    assert second.send(asks) and second.last.get("error") == said
+
+
+def test_a_dead_line_to_a_worker_is_found_after_the_time_that_its_run_gives_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noticed = list[float]()
+    monkeypatch.setattr(FakeChannel, "notice_death", lambda channel, seconds: noticed.append(seconds))
+    service.run_dir.mkdir()
+    begun(service, worker_timeout=7.0)
+    assert noticed == [7.0]
+
+
 @pytest.mark.parametrize("there", ["pipe", "link", "directory", "nothing"])
 def test_what_is_no_file_of_a_state_is_refused_at_once(service: Service, tmp_path: Path, there: str) -> None:
     service.run_dir.mkdir()
@@ -326,4 +356,15 @@ def test_what_is_no_file_of_a_state_is_refused_at_once(service: Service, tmp_pat
     first.introduce(0)
     hello(first, layout())
     assert first.send(Initialise(True)) and "the server's state cannot be read" in first.last["error"]
+    assert first.send(Initialise(False)) and first.last["kind"] == "welcome"
+
+
+def test_first_parameters_that_have_not_come_are_not_taken_for_zeros(service: Service) -> None:
+    """From another machine they come behind the message."""
+    service.run_dir.mkdir()
+    first = Connection(service)
+    first.introduce(0)
+    hello(first, layout(), remote=True)
+    assert first.send(Initialise(False)) and first.last.get("error") == "the parameters have 12 bytes: 0 were sent"
+    first.channel.receive(bytes(4 * LAYOUT.size))
     assert first.send(Initialise(False)) and first.last["kind"] == "welcome"

@@ -12,7 +12,7 @@ import torch
 
 from fairseq_async.method.spec import local_sgd_spec
 from fairseq_async.options.config import DelayedNesterovOptions, OuterSGDOptions
-from fairseq_async.protocol import Pull, PullReply, Push, PushReply, Report, ScheduleEvent, Status, Welcome
+from fairseq_async.protocol import Layout, Pull, PullReply, Push, PushReply, Report, ScheduleEvent, Status, Welcome
 from fairseq_async.server.resume import newest_state
 from fairseq_async.server.run import inner_optimizer
 from scripts.faults.digest import digest
@@ -165,15 +165,16 @@ def test_delay_compensation_goes_on_comparing_with_what_the_workers_started_from
         restarts.close()
 
 
+def state(version: int) -> dict[str, Any]:
+    method = {"spec": SPEC.to_json(), "method": SPEC.name, "inner_optimizer": inner_optimizer(SPEC)}
+    return method | {"layout": LAYOUT.to_json(), "server": {"version": version, "rule": {}}, "positions": {}}
+
+
 @pytest.mark.parametrize(("version", "source"), [(4, "snapshot"), (5, "a checkpoint"), (6, "a checkpoint")])
 def test_a_snapshot_counts_where_it_is_newer_than_the_checkpoint_and_not_where_it_is_as_old(
     tmp_path: Path, version: int, source: str
 ) -> None:
     """Of one version, the checkpoint is what the user has given: its optimizer's options may be others."""
-
-    def state(version: int) -> dict[str, Any]:
-        method = {"spec": SPEC.to_json(), "method": SPEC.name, "inner_optimizer": inner_optimizer(SPEC)}
-        return method | {"layout": LAYOUT.to_json(), "server": {"version": version, "rule": {}}, "positions": {}}
 
     snapshots, told = InlineSnapshots(tmp_path), list[str]()
     snapshots.take(state(5), 5)
@@ -181,6 +182,23 @@ def test_a_snapshot_counts_where_it_is_newer_than_the_checkpoint_and_not_where_i
     name, found = newest_state(run, restored, snapshots, True, told.append)  # type: ignore[arg-type]
     assert found is not None and found["server"]["version"] == max(version, 5)
     assert name.startswith(source) and (found is restored) == (version >= 5) != bool(told)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"method": "local_sgd"}, "it is of local_sgd"),
+        ({"inner_optimizer": "nag"}, "it is of inner optimizer nag, this run has None"),
+        ({"layout": Layout.of([("w", torch.zeros(4))]).to_json()}, "it is of another model: its w is 4 float32"),
+    ],
+    ids=["method", "optimizer", "model"],
+)
+def test_a_snapshot_of_which_a_run_cannot_go_on_is_set_aside(tmp_path: Path, other: dict[str, Any], said: str) -> None:
+    snapshots, told = InlineSnapshots(tmp_path), list[str]()
+    snapshots.take(state(5) | other, 5)
+    run: Any = SimpleNamespace(spec=SPEC, layout=LAYOUT)
+    assert newest_state(run, None, snapshots, True, told.append) == ("the beginning", None)
+    assert len(told) == 1 and said in told[0] and list(snapshots.directory.glob("*.other"))
 
 
 def test_workers_of_a_server_that_comes_back_read_the_checkpoint_that_the_run_has_begun_from(

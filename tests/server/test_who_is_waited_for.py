@@ -205,6 +205,8 @@ def test_no_round_waits_for_the_first_update_of_a_worker_that_was_not_announced(
     joiner = joined(pair)
     if says_hello:
         joiner.ask(Hello(SYNCHRONOUS, LAYOUT, remote=False), Welcome)
+    else:
+        joiner.send(Push(0, 0, 1.0, Report()))  # which is refused
     joiner.send(Alive())
     assert pair.push(pair.first) and pair.is_answered(pair.first)
 

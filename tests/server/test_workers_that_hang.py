@@ -16,6 +16,7 @@ from fairseq_async.protocol import (
     Push,
     Report,
     Status,
+    WaitForWork,
 )
 from fairseq_async.server.membership import Membership
 from fairseq_async.server.network.event_loop import EventLoop
@@ -115,9 +116,11 @@ def test_a_run_that_is_finished_ends_without_a_worker_that_hangs_and_shows_life(
     assert ending.said == ["worker 1 has asked for nothing for 401 s: the run ends without it"]
 
 
-def test_what_a_worker_does_that_knows_of_the_end_is_its_own(ending: Ending) -> None:
+@pytest.mark.parametrize("asks", [Push(1, 1, 1.0, Report()), WaitForWork(for_end=True)], ids=["sends", "waits"])
+def test_what_a_worker_does_that_knows_of_the_end_is_its_own(ending: Ending, asks: Push | WaitForWork) -> None:
     """As an evaluation: nobody can know how long that takes."""
-    assert ending.second.send(Push(1, 1, 1.0, Report())) and ending.second.last["status"] == "finished"
+    assert ending.second.send(asks) and ending.second.last["finished"]
+    assert ending.second.last.get("status", "finished") == "finished"
     assert not ending.is_over(5000.0)
 
 
