@@ -387,6 +387,7 @@ def waiting(run_dir: Path, **options: Any) -> tuple[RegionalService, Connection,
 
 def test_a_region_begins_with_the_global_servers_parameters_and_brings_it_its_own(tmp_path: Path) -> None:
     service, worker, joined = waiting(tmp_path)
+    assert not worker.send(Initialise(False)), "it has connected again"
     service._handle_news(service.described, GlobalParameters(4, 7, False, 2 * ONES))
     assert joined == [([3.0] * 5, False)] and worker.answer(Welcome).initialised
     assert server(service).parameters.tolist() == [2.0] * 5
@@ -409,8 +410,11 @@ def test_the_last_state_of_a_region_has_its_last_update_to_send(tmp_path: Path) 
 
 
 def test_a_region_that_cannot_begin_tells_its_workers_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a full disk: they would wait for ever."""
-    service, worker, _ = waiting(tmp_path)
+    """As where the global server refuses it, or on a full disk: they would wait for ever."""
+    service, worker, joined = waiting(tmp_path)
+    service._handle_news(service.described, RegionLost("wrong token"))
+    assert worker.last["error"] == "wrong token"
+    assert not worker.send(Initialise(False)) and len(joined) == 2, "it may be asked again"
     monkeypatch.setattr(Service, "_begin", MagicMock(side_effect=OSError("the disk is full")))
     with pytest.raises(OSError, match="full"):
         service._handle_news(service.described, GlobalParameters(4, 7, False, 2 * ONES))

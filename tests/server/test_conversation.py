@@ -83,14 +83,17 @@ def test_a_worker_that_died_in_the_middle_of_a_write_costs_that_update_and_comes
 def test_a_worker_that_is_started_again_may_have_the_buffers_of_a_later_checkpoint(server: ThreadServer) -> None:
     """As a model's whose buffers move with the training, and which its script loads. At its first start it may not."""
     joined = [Client(LastingConnection(server.address, server.token, worker)) for worker in (0, 1)]
-    joined[0].join(LAYOUT, METHOD, JoinDetails(buffers="at the start"))
+    joined[0].join(LAYOUT, METHOD, JoinDetails(buffers="at the start", unsaved={"cache": [1.0]}))
     joined[0].initialise(None)
     with pytest.raises(RefusedError, match="worker 1 has other values than the others in buffers that the model saves"):
         joined[1].join(LAYOUT, METHOD, JoinDetails(buffers="later"))
-    for buffers in ("at the start", "later"):
+    with pytest.raises(RefusedError, match="other values than the others in the buffer cache, which the model does"):
+        joined[1].join(LAYOUT, METHOD, JoinDetails(unsaved={"cache": [2.0]}))
+    for buffers, value in (("at the start", 1.0), ("later", 2.0)):
         joined[1].connection.channel.close()
         joined[1] = Client(LastingConnection(server.address, server.token, 1))
-        assert joined[1].join(LAYOUT, METHOD, JoinDetails(buffers=buffers)).initialised
+        details = JoinDetails(buffers=buffers, unsaved={"cache": [value]})
+        assert joined[1].join(LAYOUT, METHOD, details).initialised
 
 
 def test_the_whole_state_comes_back_from_a_snapshot(server: ThreadServer, tmp_path: Path) -> None:
