@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fairseq_async.algorithms import BufferedNesterov, DelayedNesterov, Update, adasum, local_steps
+from fairseq_async.algorithms import BufferedNesterov, DelayedNesterov, NormGate, Update, adasum, local_steps
 from fairseq_async.algorithms.adasum import gram, tree_weights
 from fairseq_async.algorithms.lamb import Lamb
 
@@ -68,3 +68,15 @@ def test_a_short_pair_beside_long_vectors_is_not_taken_for_rounding() -> None:
     vectors = [short, short, long, long]
     assert tree_weights(gram(vectors)).tolist() == [0.5] * 4
     assert adasum(vectors).tolist() == [1.0, 1e9]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_new_worker_is_measured_by_the_last_101_norms_of_all(restarts: bool) -> None:
+    """Of 101 norms of 1 and 51 of 9, the last 101 have the median 9."""
+    gate = NormGate(10.0)
+    for norm in (*[1.0] * 101, *[9.0] * 51):
+        gate.note(0, norm)
+        if restarts:
+            state, gate = gate.state_dict(), NormGate(10.0)
+            gate.load_state_dict(state)
+    assert not gate.refuses(1, 81.0) and gate.refuses(1, 91.0)

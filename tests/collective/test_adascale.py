@@ -426,3 +426,32 @@ def test_norms_of_parts_are_those_of_the_whole_gradient(monkeypatch: pytest.Monk
     reduced = [[whole[:2] if partitioned else whole]]
     meter = StepNormMeter([[parameter]], plain_norm, 2, None, lambda: reduced, partitioned)
     assert meter.all_reduce(1.0, 1.0).mean == pytest.approx([10.0])
+
+
+def test_a_step_takes_the_loss_scale_out_of_its_norms() -> None:
+    plain, scaled = small_model(), small_model()
+    one, other = AdaScale(sgd(plain), accumulation=4), AdaScale(sgd(scaled), accumulation=4)
+    train(plain, one, task(4), 4)
+    for batch in task(4):
+        (1024 * loss_of(scaled, batch) / 4).backward()
+    for parameter in scaled.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= 1024
+    other.step(loss_scale=1024)
+    assert other.gains.whole.variance == pytest.approx(one.gains.whole.variance, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "measure", [lambda it, in_it: it.measure(in_gradients=in_it), lambda it, in_it: it.measure_sums(9.0, 1 / in_it)]
+)
+def test_differences_are_of_gradients_without_the_factor_that_is_in_them(measure: Any) -> None:
+    found = []
+    for factor in (1.0, 4.0):
+        weight = Parameter(torch.zeros(2))
+        adascale = AdaScale(torch.optim.SGD([weight], lr=0.0), scale=2, estimator="differences")
+        for gradient in ([2.0, 4.0], [6.0, 9.0]):
+            weight.grad = factor * torch.tensor(gradient)
+            measure(adascale, factor)
+            adascale.advance()
+        found.append((adascale.gains.whole.variance, adascale.gains.whole.square_mean))
+    assert found[0] == pytest.approx(found[1]) and found[0][0] > 1.0

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.optim import SGD
 
-from fairseq_async.deepspeed_plugin.engines import tensors
+from fairseq_async.deepspeed_plugin.engines import tensors, zero3
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.worker.replica import MasterReplica, TensorReplica
 
@@ -129,3 +129,24 @@ def test_one_parameter_of_another_type_is_named(kind: torch.dtype, said: str) ->
     vars(model[0].bias)["_hp_mapping"] = None  # of another engine
     with pytest.raises(ConfigurationError, match=f"^1.{said}"):
         tensors.replica_of(engine_of(model, SGD(model.parameters(), lr=0.1)), 0)
+
+
+def test_in_zero_3_the_parts_of_all_ranks_are_the_whole_tensors_without_what_they_are_padded_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of three ranks, with tensors of seven elements and of one: the last ranks have fewer, or none."""
+    values = [torch.arange(1.0, 8.0), torch.tensor([9.0])]
+    named = [(name, Parameter(value)) for name, value in zip("ab", values, strict=True)]
+    whole = torch.zeros(8)
+    for rank in range(3):
+        parts = {}
+        for (_, parameter), value, length in zip(named, values, (3, 1), strict=True):
+            padded = torch.nn.functional.pad(value, (0, 3 * length - value.numel()), value=-1.0)
+            parts[parameter] = padded[rank * length : (rank + 1) * length]
+            vars(parameter)["ds_shape"] = value.shape
+        monkeypatch.setattr(zero3, "safe_get_local_fp32_param", parts.__getitem__)
+        monkeypatch.setattr(zero3, "safe_get_local_grad", lambda parameter, parts=parts: 10 * parts[parameter])
+        replica = zero3.PartitionedReplica(named, rank)
+        replica.read(whole)
+        assert [part.numel() for part in replica.gradients()] == [[3, 1], [3, 0], [1, 0]][rank]
+    assert whole.tolist() == [*range(1, 8), 9.0]

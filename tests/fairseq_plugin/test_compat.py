@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,9 @@ from fairseq_async.fairseq_plugin.compat.checkpoints import (
 )
 from fairseq_async.fairseq_plugin.compat.numpy_names import restore_names
 from fairseq_async.fairseq_plugin.compat.optimizers import betas_as_strings
-from fairseq_async.fairseq_plugin.compat.precision import finite_norm, forget_factor, loss_scale_errors
+from fairseq_async.fairseq_plugin.compat.precision import finite_norm, forget_factor, loss_scale_errors, loss_scaler
 from fairseq_async.fairseq_plugin.compat.shutdown import ddp_on_cpu
-from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
+from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates, RemoteSchedule
 from tests.helpers.fairseq_trainers import configuration
 
 KEPT: list[distributed.ProcessGroup] = []  # see gloo_of_one
@@ -156,3 +157,34 @@ def test_on_a_cpu_too_ranks_may_reduce_their_gradients_in_fp16(
     wrapped = ddp_on_cpu(DistributedTrainingConfig(ddp_comm_hook=hook), model, gloo_of_one)
     wrapped(torch.full((1, 1), 1 + 2**-20)).sum().backward()
     assert model.weight.grad is not None and model.weight.grad.item() == gradient
+
+
+@pytest.mark.parametrize(("window", "found"), [(None, 2**14 // 2 // 4), (100, 100)])
+def test_a_loss_scaler_has_fairseqs_options_and_its_window_of_a_rank(window: int | None, found: int) -> None:
+    common = Namespace(fp16_init_scale=8, fp16_scale_window=window, fp16_scale_tolerance=0.25)
+    common.threshold_loss_scale, common.min_loss_scale = 2.0, 0.5
+    cfg = Namespace(common=common, optimization=Namespace(update_freq=[4]))
+    cfg.distributed_training = Namespace(distributed_world_size=2)
+    made = loss_scaler(cfg)
+    options = (made.loss_scale, made.scale_window, made.tolerance, made.threshold, made.min_loss_scale)
+    assert options == (8, found, 0.25, 2.0, 0.5)
+
+
+@pytest.mark.parametrize(("worker", "joined", "reports"), [(0, True, True), (1, True, False), (0, False, False)])
+def test_worker_0_alone_reports_its_epochs_to_the_servers_schedule(worker: int, joined: bool, reports: bool) -> None:
+    told, rates = list[Any](), list[float]()
+
+    def schedule_event(*event: Any) -> Any:
+        told.append(event)
+        return SimpleNamespace(learning_rate=len(told) / 8)
+
+    client = SimpleNamespace(worker=worker, schedule_event=schedule_event)
+    schedule: Any = RemoteSchedule.__new__(RemoteSchedule)
+    schedule.optimizer = SimpleNamespace(
+        worker=SimpleNamespace(joined=joined, client=client), take_rate=rates.append, get_lr=lambda: 0.75
+    )
+    schedule.step_begin_epoch(3)
+    schedule.step(3, torch.tensor(2.5))
+    schedule.step(4)
+    assert told == ([("begin_epoch", 3, None), ("end_epoch", 3, 2.5), ("end_epoch", 4, None)] if reports else [])
+    assert rates == ([0.125, 0.25, 0.375] if reports else []) and schedule.step_update(7) == 0.75

@@ -21,6 +21,7 @@ from fairseq_async.fairseq_plugin.command_line import _without_our_directory, re
 from fairseq_async.fairseq_plugin.compat import shutdown
 from fairseq_async.fairseq_plugin.compat.dealt import grouped
 from fairseq_async.fairseq_plugin.registry import METHODS, SynchronousMethod
+from fairseq_async.fairseq_plugin.replayed import _check
 from fairseq_async.server.programs import local_sgd_main
 from fairseq_async.worker.start.server_process import ServerProcess
 from tests.helpers.commands import MODEL
@@ -247,3 +248,31 @@ def test_data_at_an_address_is_no_missing_directory(
 )
 def test_a_replay_needs_no_user_directory_that_is_this_package(given: list[str], kept: list[str]) -> None:
     assert _without_our_directory(given) == kept
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, ""),
+        ({"gpu": True}, ""),
+        ({"optimizer": "hybrid_async"}, "run: command.json and run.json are of two runs"),
+        ({"optimizer": "hybrid_async", "method": "hybrid_async", "schedule": "reduce_lr_on_plateau"}, ""),
+        ({"schedule": "reduce_lr_on_plateau"}, "follows validations, which a replay omits"),
+        ({"fp16": True}, "only runs in fp32 on a CPU"),
+        ({"bf16": True}, "only runs in fp32 on a CPU"),
+        ({"gpu": True, "cpu": False}, "only runs in fp32 on a CPU"),
+        ({"cpu": False}, ""),
+        ({"overlap": True}, "a run with --overlap depends on when answers came"),
+    ],
+)
+def test_a_run_that_would_not_come_out_the_same_is_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], said: str
+) -> None:
+    its = {"optimizer": "local_sgd", "method": "local_sgd", "schedule": "fixed", "overlap": False, "gpu": False} | given
+    monkeypatch.setattr("torch.cuda.is_available", lambda: its["gpu"])
+    common = Namespace(**{name: its.get(name, name == "cpu") for name in ("cpu", "fp16", "bf16")})
+    cfg = Namespace(common=common, optimizer=Namespace(optimizer=its["optimizer"]))
+    cfg.lr_scheduler = Namespace(_name=its["schedule"])
+    spec: Any = SimpleNamespace(method=its["method"], options={"overlap": its["overlap"]})
+    with pytest.raises(ConfigurationError, match=said) if said else nullcontext():
+        _check(Path("run"), cfg, spec)

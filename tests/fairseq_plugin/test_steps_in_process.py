@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.fairseq_plugin import local_sgd
 from fairseq_async.fairseq_plugin.compat.dealt import DealtEpochs
+from fairseq_async.fairseq_plugin.hybrid_optimizer import HybridAsync
 from fairseq_async.worker import loop
 from tests.helpers.fairseq_trainers import HYBRID, LOCAL, Trainers, saved_updates, step
 from tests.helpers.run_files import events
@@ -251,3 +252,30 @@ def test_each_worker_needs_a_batch_where_nobody_waits_for_it(
     else:
         with pytest.raises(ConfigurationError, match="the training set has 4 batches for 5 workers"):
             trainer.get_train_iterator(1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dummy", "ranks", "factor", "weight"),
+    [
+        ([20.0, 29.0], False, 1, 1 / 49, 49.0),  # whose inverse is no whole number
+        ([5.0], False, 2, 2 / 5, 5.0),
+        ([0.0, 0.0], False, 1, 1.0, 1e-9),
+        ([0.0, 4.0], False, 1, 1 / 4, 4.0),
+        ([], False, 1, 1 / 4, 4.0),
+        ([4.0], True, 1, 1 / 4, 0.0),
+        ([1e-12], False, 1, 1e12, 1e-12),
+    ],
+)
+def test_an_update_weighs_as_many_tokens_as_fairseq_divides_by_and_next_to_nothing_without_one(
+    tokens: list[float], dummy: bool, ranks: int, factor: float, weight: float
+) -> None:
+    """A task that multiplies gradients after fairseq has clipped them changes no weight."""
+    optimizer: Any = HybridAsync.__new__(HybridAsync)
+    optimizer.tokens, optimizer.dummy, optimizer._ranks, optimizer._norm = tokens, dummy, ranks, None
+    optimizer._scales_into_slot, optimizer._factor, optimizer.barrier = False, 0.5, True
+    optimizer.worker = SimpleNamespace(write_ahead=lambda _: None)
+    optimizer.multiply_grads(factor)
+    assert optimizer._weight == weight and optimizer._factor == 0.5 * factor
+    optimizer._norm = 1.0
+    optimizer.multiply_grads(3.0)
+    assert optimizer._weight == weight and optimizer._factor == 1.5 * factor

@@ -51,3 +51,12 @@ def test_other_errors_keep_their_traceback() -> None:
         raise RuntimeError("out of memory")
     with pytest.raises(ConfigurationError, match="^x.pt: please reset the optimizer"), checkpoint_errors("x.pt"):
         raise AssertionError("please reset the optimizer")
+
+
+def test_of_the_ranks_of_a_worker_one_records_a_validation(tmp_path: Path) -> None:
+    cfg = SimpleNamespace(checkpoint=SimpleNamespace(best_checkpoint_metric="loss"))
+    trainer = SimpleNamespace(validated_epoch=2, get_num_updates=lambda: 7)
+    for rank in (0, 1):
+        trainer.session = SimpleNamespace(run_dir=tmp_path, context=SimpleNamespace(rank=rank))
+        note_validation(lambda *given: given[2], cfg, trainer, {"loss": 1.5}, True)
+    assert len((tmp_path / VALIDATIONS).read_bytes().splitlines()) == 1

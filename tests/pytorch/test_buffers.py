@@ -282,7 +282,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     **{
         name: (model, {name: value}, f"{name}= does not go with buffers= average")
         for name, value in {
-            **{"compress": "int8", "overlap": True, "fragments": 2, "server_shards": "2"},
+            **{"compress": "int8", "overlap": True, "fragments": 2, "fragment_delay": 1, "server_shards": "2"},
             **{"upstream": "127.0.0.1:1,region=1,outer=sgd"},
         }.items()
     },

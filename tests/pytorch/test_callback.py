@@ -248,10 +248,13 @@ def test_the_plan_is_of_the_steps_that_the_option_says_and_of_as_many_parts_as_w
         assert callback.workers == 3
     follows = MagicMock()
     monkeypatch.setattr(module, "FollowRun", follows)
+    checked = list[object]()
+    monkeypatch.setattr(module, "_check_groups", lambda *given: checked.append(given))
     trainer = SimpleNamespace(args=SimpleNamespace())
     plan = callback.follow(trainer, "plan", "loader")
     follows.return_value.plan.assert_called_once_with("plan", "loader", 30, 3, divides)
     assert plan == follows.return_value.plan.return_value and callback._trainer is trainer
+    assert checked == [(trainer.args, 1 if divides else 3)], "a part of the script's is a worker's own data"
 
 
 @pytest.mark.parametrize("method", ["hybrid_async", "local_sgd"])

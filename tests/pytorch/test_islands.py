@@ -11,6 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync, enter_island, islands
 from fairseq_async.server.programs import gradient_main, local_sgd_main
 from fairseq_async.worker.start import world
@@ -170,3 +171,23 @@ def test_ranks_that_a_library_has_started_are_no_workers(
 
     workers(1, local_sgd_main.build).run(train)
     assert "torch.distributed has 2 ranks, and no launcher has made them workers" in capfd.readouterr().err
+
+
+def waiting(module: nn.Module) -> nn.Module:
+    """The module in a ``DistributedDataParallel`` that was not set up."""
+    wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = module
+    return wrapped
+
+
+def test_of_several_models_each_waits_for_the_ranks_of_its_worker_and_no_others() -> None:
+    plain, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    both = nn.ModuleList([waiting(plain), waiting(other)])
+    islands.check_model(both, ranks=2, alone=True)
+    assert [*islands.unwrapped(both)] == [plain, other]
+    islands.check_model(nn.ModuleList([plain, other]), ranks=1, alone=False)
+    with pytest.raises(ConfigurationError, match="this worker has 2 ranks, and the model is a Linear"):
+        islands.check_model(nn.ModuleList([waiting(plain), other]), ranks=2, alone=True)
+    with pytest.raises(ConfigurationError, match="the model is in DistributedDataParallel"):
+        islands.check_model(nn.ModuleList([plain, nn.Sequential(waiting(other))]), ranks=1, alone=False)

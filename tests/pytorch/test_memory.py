@@ -6,6 +6,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.optim import SGD
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
+from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync, training
+from fairseq_async.pytorch.closure import ComputedLoss
 from fairseq_async.pytorch.parameters import (
     check_exchanged,
     check_memory,
@@ -204,3 +206,31 @@ def test_the_time_of_a_step_is_without_what_comes_between_and_longer_on_a_slowed
     clock[0] = 100.0
     of_worker.give_back()
     assert (of_worker.began, of_worker.state) == (100.0, None), "after an evaluation"
+
+
+@pytest.mark.parametrize(
+    ("returned", "loss"), [(0.5, 0.5), (torch.tensor([2.0]), 2.0), (torch.ones(2), None), (None, None), (3, None)]
+)
+def test_what_a_closure_returns_is_a_loss_if_it_is_one_number(returned: object, loss: float | None) -> None:
+    computed = ComputedLoss(lambda: returned, [])
+    assert computed.loss == loss and computed() is returned
+    step, others = ("the optimizer", abs, "more"), {"named": 1}
+    assert computed.in_place(step, others) == ((step[0], computed, "more"), others)
+    assert computed.in_place(step[:1], others) == (step[:1], others | {"closure": computed})
+
+
+@pytest.mark.parametrize(
+    ("variable", "runs", "refused"),
+    [("RANK", 1, True), ("FAIRSEQ_ASYNC_WORKER", 1, True), ("RANK", 0, False), (None, 1, False)],
+)
+def test_a_process_of_a_launcher_takes_part_in_one_run(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, runs: int, refused: bool
+) -> None:
+    monkeypatch.setattr(training, "_runs", [True] * runs)
+    for name in ("RANK", "FAIRSEQ_ASYNC_WORKER"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "0")
+    with pytest.raises(ConfigurationError, match="takes part in one run") if refused else nullcontext():
+        training._note_run()
+    assert len(training._runs) == runs + (not refused)

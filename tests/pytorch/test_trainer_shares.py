@@ -219,3 +219,25 @@ def test_data_that_are_drawn_anew_in_each_pass_are_dealt_so() -> None:
         worker.sequence, worker.first_micro_batch, worker.micro_batches = number, 10 * number, 10
         batches, _ = dealt.draw()
         assert sorted(torch.cat(batches).tolist()) == list(range(100 * number, 100 * number + 20))
+
+
+@pytest.mark.parametrize(
+    ("processes", "workers", "prepared", "shuffled", "can_be"),
+    [
+        (2, 2, {}, False, True),
+        (4, 2, {"use_seedable_sampler": True}, True, True),
+        (2, 2, {}, True, False),  # another order on each worker
+        (3, 2, {}, False, False),
+        (2, 2, {"even_batches": False}, False, False),
+    ],
+)
+def test_batches_can_be_dealt_where_all_workers_know_them_and_have_equally_many(
+    processes: int, workers: int, prepared: dict[str, bool], shuffled: bool, can_be: bool
+) -> None:
+    loader = prepare_data_loader(
+        DataLoader(range(20), batch_size=2, shuffle=shuffled),  # type: ignore[arg-type]
+        num_processes=processes,
+        process_index=0,
+        **prepared,
+    )
+    assert can_be_dealt(loader, workers) is can_be and not can_be_dealt(loader.dataset, workers)

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
-from fairseq_async.pytorch.steps import OtherOptimizers
+from fairseq_async.pytorch.steps import OtherOptimizers, UnseenTraining
 from fairseq_async.server.programs import gradient_main, local_sgd_main
 from tests.helpers.plain_loop import AS_IT_IS, STEPS, backward, flat, net
 from tests.helpers.thread_workers import ThreadWorkers
@@ -444,3 +444,34 @@ def test_a_step_within_a_step_ends_with_the_outer_one() -> None:
     hook.after(outer, (), {})
     with pytest.raises(SystemExit):
         hook(third, (), {})
+
+
+def of_two() -> tuple[OtherOptimizers, SGD, SGD]:
+    """What watches a run of one worker, with its optimizer and another one of a parameter of the same shape."""
+    own, other = (SGD([nn.Parameter(torch.zeros(2))], lr=0.1) for _ in range(2))
+    named = [("theta", own.param_groups[0]["params"][0])]
+    return OtherOptimizers([own], named, workers=1, of_trainer=False), own, other
+
+
+def test_two_steps_of_parameters_of_the_same_shapes_in_a_row_are_no_copys_and_three_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As of a discriminator, which may step twice for each step of its generator."""
+    hook, own, other = of_two()
+    for stepping in (other, other, own, other, other):
+        hook(stepping, (), {})
+        hook.after(stepping, (), {})
+    assert not capsys.readouterr().err
+    hook(other, (), {})
+    assert "warning: SGD steps parameters of the same shapes as the run's" in capsys.readouterr().err
+
+
+def test_weights_that_a_script_loads_once_between_its_first_gradients_are_no_training() -> None:
+    hook, own, _ = of_two()
+    (parameter,) = own.param_groups[0]["params"]
+    unseen = UnseenTraining([("theta", parameter)], hook)
+    for gradient in range(1, 9):  # it looks at the first, second, fourth and eighth
+        with torch.no_grad():
+            parameter.add_(gradient in (2, 7))
+        with pytest.raises(SystemExit) if gradient == 8 else nullcontext():
+            unseen(parameter)

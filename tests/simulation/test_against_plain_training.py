@@ -122,9 +122,10 @@ def test_a_warm_up_never_goes_beyond_the_peak() -> None:
     assert [rate(progress) for progress in (0.0, 0.4, 0.999, 1.0)] == [0.5, 0.5, 0.5, 0.5]
 
 
-def test_rounding_noise_is_of_the_experiments_seed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ALONE.values(), ids=ALONE.keys())
+def test_rounding_noise_is_of_the_experiments_seed(tmp_path: Path, method: dict[str, Any]) -> None:
     alone = {"cluster": {"workers": 1}}
-    seeds = [tiny_trial(tmp_path, ALONE["hybrid"], Log(), seed=seed, **alone).spec.options["seed"] for seed in (1, 2)]
+    seeds = [tiny_trial(tmp_path, method, Log(), seed=seed, **alone).spec.options["seed"] for seed in (1, 2)]
     assert seeds == [1, 2]
 
 
@@ -170,8 +171,10 @@ def test_pretraining_has_its_own_learning_rate_or_that_of_the_optimizer(tmp_path
     before = start("none")
     usual = start("usual", pretraining={"steps": 1}) - before
     twice = start("twice", pretraining={"steps": 1, "lr": 0.2}) - before
+    warming = start("warming", pretraining={"steps": 1}, schedule={"warmup": 2}) - before
     assert usual.norm() > 1e-3
     torch.testing.assert_close(twice, 2 * usual, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(warming, usual / 2, rtol=1e-4, atol=1e-6)
 
 
 def test_pretraining_sees_the_whole_data_set_however_many_workers_follow(tmp_path: Path) -> None:
@@ -199,3 +202,17 @@ def test_adascales_gain_is_that_of_the_ranks_gradients(tmp_path: Path, smoothing
             gains.append(expected.update([float(d.square().sum()) for d in deltas], float(mean.square().sum())))
             assert log.extra[-1]["gain"] == pytest.approx(gains[-1], rel=1e-5)
     assert len(gains) > 2 and max(gains) > 1.05 and expected.scale_invariant_steps >= 6
+
+
+@pytest.mark.parametrize(
+    ("given", "progress", "rate"),
+    [
+        ({"type": "inverse_sqrt"}, 0.0, 1.0),
+        ({"type": "inverse_sqrt"}, 3.0, 0.5),
+        ({"type": "cosine", "warmup": 4}, 4.0, 1.0),
+        ({"type": "cosine"}, 2.0, 0.5),
+    ],
+)
+def test_a_schedule_may_have_no_warm_up_or_nothing_else(given: dict[str, Any], progress: float, rate: float) -> None:
+    schedule = LearningRate(ScheduleOptions.model_validate(given), lr=1.0, steps=4)
+    assert schedule(progress) == pytest.approx(rate)

@@ -96,6 +96,10 @@ def test_the_seconds_of_a_trace_are_used_one_after_the_other(tmp_path: Path) -> 
     assert [time for time, *_ in events[0]] == [3.0, 7.0, 12.0]
     assert [report.step_seconds for _, _, report in events[0]] == [1.5, 2.0, 2.5]
     assert [receipt.weight for _, receipt, _ in events[0]] == [2.0] * 3, "local steps"
+    (tmp_path / "uneven.txt").write_text("1\n2\n6\n")
+    cluster = {"workers": 1, "seconds_per_step": {"trace": str(tmp_path / "uneven.txt")}}
+    _, events = run(tmp_path, method | {"local_steps": 3}, cluster)
+    assert [report.step_seconds for _, _, report in events[0]] == [2.0] * 2, "the median, whatever one step takes"
 
 
 def test_an_update_that_arrives_at_the_end_of_a_grace_period_is_in_its_round(tmp_path: Path) -> None:
@@ -122,6 +126,11 @@ def test_the_seconds_of_gradients_are_those_between_two_events_without_the_excha
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     speed = Speed(Trace(trace=tmp_path / "events.jsonl", worker=1), 0, 1)
     assert [speed.of_step(number) for number in range(3)] == [1.25, 2.75, 1.25]
+    (tmp_path / "again.jsonl").write_text(
+        "".join(json.dumps(own | {"worker": 0, "time": t}) + "\n" for t in (0, 2, 2, 3))
+    )
+    again = Speed(Trace(trace=tmp_path / "again.jsonl"), 0, 1)
+    assert [again.of_step(number) for number in range(3)] == [2.0, 1.0, 1.0], "where no time has passed, the mean"
 
 
 def test_a_worker_may_be_away_twice_without_a_moment_between(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from fairseq_async.simulation.experiment import read
 from fairseq_async.simulation.simulate import Simulator
 from tests.helpers.simulations import BASE, DN, experiment
 
+TWO_SAMPLES = {"type": "gaussians", "samples": 2}
+
 
 def _speed(seconds: Any) -> dict[str, Any]:
     return {"cluster": {"workers": 2, "seconds_per_step": [1.0, seconds]}}
@@ -78,6 +80,10 @@ def _speed(seconds: Any) -> dict[str, Any]:
             '"pretraining" is in fp32: leave it out, or "bf16"',
         ),
         ({"methods": {"a/b": DN, "a b": DN}}, "the files of a/b and of a b would both be in"),
+        (
+            {"cluster": None, "clusters": {"a": {"workers": 1}, "b": {"workers": 3}}, "problem": TWO_SAMPLES},
+            "the problem has 2 samples for 3 workers",
+        ),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line_that_names_it(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -137,3 +143,17 @@ def test_a_file_that_is_no_experiment_is_one_line(tmp_path: Path, text: str) -> 
     with pytest.raises(ConfigurationError) as caught:
         read(tmp_path / "x.yaml")
     assert "x.yaml" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("steps", "given", "every"), [(100, None, 5.0), (12, None, 1.0), (100, 2.5, 2.5)])
+def test_a_run_is_evaluated_twenty_times_unless_the_file_says_how_often(
+    tmp_path: Path, steps: int, given: float | None, every: float
+) -> None:
+    assert experiment(tmp_path, steps=steps, evaluate_every=given).evaluate_every == every
+
+
+def test_an_optimizer_of_another_kind_has_the_common_options_that_it_knows(tmp_path: Path) -> None:
+    common = {"type": "sgd", "lr": 0.2, "momentum": 0.9, "weight_decay": 0.1}
+    given = experiment(tmp_path, optimizer=common, methods={"it": DN | {"optimizer": {"type": "adam"}}})
+    own = given.methods[0].optimizer
+    assert (own.type, own.lr, own.momentum, own.weight_decay) == ("adam", 0.2, 0.0, 0.1)

@@ -14,9 +14,9 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.protocol import Assignment
 from fairseq_async.simulation.fragments import FragmentedWork
 from fairseq_async.simulation.problems.gaussians import Gaussians
-from fairseq_async.simulation.workers import StreamedParameters
+from fairseq_async.simulation.workers import SharedModel, StreamedParameters
 from tests.helpers.references import DelayedNesterov64
-from tests.helpers.simulations import DN, experiment, finish, run, trial
+from tests.helpers.simulations import DN, Log, experiment, finish, run, trial
 
 STREAMING: dict[str, Any] = {
     "method": "local_sgd",
@@ -118,6 +118,7 @@ def test_an_update_has_the_bytes_of_its_fragment_and_so_has_the_answer(tmp_path:
     own = [report for _, receipt, report in log.events if receipt.worker == 0]
     assert [report.bytes_sent for report in own] == sizes * 3
     assert [report.bytes_received for report in own] == [sum(sizes), *sizes, *sizes, sizes[0]]
+    assert simulated.tokens == 4 * simulated.steps == 96, "also those of the steps beside an exchange"
 
 
 def test_a_worker_that_comes_back_begins_with_the_whole_model(tmp_path: Path) -> None:
@@ -192,3 +193,17 @@ def test_what_shows_with_the_model_or_the_rule_is_refused_too(
     with pytest.raises(ConfigurationError) as caught:
         trial(experiment(tmp_path, methods={"it": STREAMING | {"fragment_delay": 0} | changes}))
     assert said in str(caught.value)
+
+
+class Ones(SharedModel):
+    """Each batch has a loss of 1."""
+
+    def _loss(self, shard: int, number: int) -> tuple[Tensor, float]:
+        loss, weight = super()._loss(shard, number)
+        return loss - loss.detach() + 1.0, weight
+
+
+def test_the_loss_of_an_update_is_the_mean_of_all_steps_since_the_one_before(tmp_path: Path) -> None:
+    log = Log()
+    finish(trial(experiment(tmp_path, methods={"it": STREAMING}, **EQUAL), log, kind=Ones))
+    assert {report.loss for _, _, report in log.events} == {1.0}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fairseq_async.algorithms import Update
 from fairseq_async.errors import ConfigurationError
-from fairseq_async.protocol import Receipt, Report
+from fairseq_async.protocol import Receipt, Report, Status
 from fairseq_async.simulation.hierarchy import Hierarchy, OrderOfRegion, simulated_run
 from fairseq_async.simulation.problems.gaussians import Gaussians
 from fairseq_async.simulation.simulated_run import SimulatedRun
@@ -132,6 +132,7 @@ def test_messages_take_their_time_and_nobody_waits_for_them(tmp_path: Path) -> N
     assert versions == [4.0, 6.0, 9.0] and run.finished
     assert sorted(time for time, _, _ in log.events) == [2.0, 2.0, 4.0, 4.0, 6.0, 6.0]
     assert {(receipt.worker, report.shard) for _, receipt, report in log.events} == {(0, 0), (1, 1)}
+    assert run.sequences == {0: 2, 1: 2}
 
 
 def test_a_message_comes_before_what_its_region_does_at_that_time(
@@ -246,3 +247,26 @@ def test_a_mistake_in_the_file_is_one_line(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         tiny_experiment(tmp_path, method, cluster=cluster)
+
+
+def test_a_message_takes_the_time_of_all_bytes_of_the_parameters_on_its_line(tmp_path: Path) -> None:
+    """In the region of the global server it takes none."""
+    line = {"seconds": 5.0, "seconds_per_byte": 0.5}
+    run = simulated(tmp_path, HALOS, TWO_REGIONS | {"between_regions": line}, Log())
+    assert isinstance(run, Hierarchy) and run.seconds == [0.0, 5.0 + 0.5 * 4 * run.parameters.numel()]
+
+
+@pytest.mark.parametrize(("status", "count"), [(Status.APPLIED, 1), (Status.STALE, 0), (Status.REFUSED, 0)])
+def test_only_what_was_applied_counts_to_the_next_drift(tmp_path: Path, status: Status, count: int) -> None:
+    log = Log()
+    run = simulated(tmp_path, HALOS, TWO_REGIONS, log)
+    assert isinstance(run, Hierarchy)
+    run._writer(1)(1.0, Receipt(0, 0, 0, 1.0, status, 0, 1.0, 1), Report(shard=1), {})
+    assert [region.merging.count for region in run.regions] == [0, count]
+    assert [(receipt.worker, report.shard) for _, receipt, report in log.events] == [(2, 3)]
+
+
+def test_a_global_server_may_weigh_and_drop_stale_drifts(tmp_path: Path) -> None:
+    stale = {"staleness_power": -0.5, "staleness_limit": 3}
+    above = tiny_experiment(tmp_path, LOCAL | {"global": GLOBAL | stale}, cluster=TWO_REGIONS).methods[0].above
+    assert above is not None and stale.items() <= above.options.model_dump().items()

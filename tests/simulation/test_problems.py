@@ -1,6 +1,7 @@
 """What is trained in a simulation: a function of the user's, a translation task of fairseq's."""
 
 import json
+import math
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -14,7 +15,10 @@ from torch import nn
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.reporting.runs import load
 from fairseq_async.simulation.problems.gaussians import Gaussians
+from fairseq_async.simulation.problems.problem import _located
 from fairseq_async.simulation.simulate import Simulator
+from fairseq_async.simulation.workers import SharedModel
+from fairseq_async.worker.shards import ShardOrder
 from tests.helpers.commands import MODEL, Processes, command
 from tests.helpers.simulations import METHODS, experiment
 
@@ -128,3 +132,27 @@ def test_the_bleu_of_a_translation_is_sacrebleus_of_the_plain_sentences(
     translations = [text.partition(" ")[2] if n % 3 == 0 else text for n, text in enumerate(references)]
     score = corpus_bleu(translations, [references]).score
     assert problem.bleu(pieces=None) == pytest.approx(score) and 50 < score < 99
+
+
+def test_paths_of_a_problem_are_relative_to_the_experiment_file() -> None:
+    given = {"data": "text", "init": "/models/first.pt", "flags": "--arch tiny"}
+    here = Path("/experiments")
+    assert _located(given, here) == given | {"data": here / "text", "init": Path("/models/first.pt")}
+
+
+def test_an_evaluation_may_be_of_the_first_batches_of_the_validation(data: Path) -> None:
+    from fairseq_async.simulation.problems.translation import Translation  # which imports fairseq
+
+    flags = " ".join([*MODEL[: MODEL.index("--lr")], "--max-tokens", "60"])
+    whole, first = (Translation(1, torch.device("cpu"), data, flags, count).held_out for count in (0, 2))
+    assert len(whole) > len(first) == 2
+
+
+def test_an_evaluation_in_bf16_is_of_the_parameters_of_now_and_a_fifth_of_the_points() -> None:
+    """Of eight classes, where the model knows nothing. The training points are others."""
+    problem = Gaussians(1, torch.device("cpu"), samples=64, hidden=2)
+    assert len(problem.points) == 64 + 16
+    model = SharedModel(problem, 2, ShardOrder([64], 1), 1, bf16=True)
+    model.evaluate()
+    model.flat.zero_()
+    assert model.evaluate() == pytest.approx(math.log(8))

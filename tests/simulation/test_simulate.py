@@ -1,7 +1,10 @@
 """A whole experiment: every method on every cluster, broken off and resumed, and the report about it."""
 
 import math
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -10,8 +13,8 @@ from fairseq_async.errors import ConfigurationError
 from fairseq_async.reporting import page
 from fairseq_async.reporting.audit import audit
 from fairseq_async.reporting.runs import COMPUTING, WAITING, load
-from fairseq_async.simulation.experiment import Experiment, read
-from fairseq_async.simulation.records import Records
+from fairseq_async.simulation.experiment import Experiment, Target, read
+from fairseq_async.simulation.records import Records, _remark
 from fairseq_async.simulation.simulate import Interrupted, Simulator, _loss
 from fairseq_async.simulation.trial import Trial
 from tests.helpers.simulations import BASE, METHODS, experiment
@@ -205,6 +208,39 @@ def test_a_simulation_of_regions_has_the_steps_of_the_global_server(tmp_path: Pa
     row = page.row(run)
     assert row["updates in a step"] == "-" and row["steps of the server"] == f"{run.curve[-1].updates:,}"
     assert run.curve[-1].updates < max(event.version_after for event in run.events), summary
+    assert run.curve[-1].time > max(event.time for event in run.events), "the last drift arrives after the last step"
     (events,) = (tmp_path / "out").rglob("events.jsonl")
     with pytest.raises(ConfigurationError, match="a simulation of several regions, each of which counts its own"):
         audit(events.parent)
+
+
+def test_a_run_is_evaluated_at_its_beginning_after_so_many_mean_steps_and_once_at_its_end(tmp_path: Path) -> None:
+    """Of three workers, which step together every four seconds."""
+    given = experiment(tmp_path, methods={"it": METHODS["synchronous"]}, evaluate_every=4)
+    Simulator(given, tmp_path / "out", resume=False).run()
+    (run,) = load([tmp_path / "out"])
+    assert [point.time for point in run.curve] == [0.0, 16.0, 32.0, 48.0]
+
+
+def test_a_target_is_the_loss_of_the_other_method_on_the_same_cluster(tmp_path: Path) -> None:
+    trials = zip(product("ab", "xy"), (1.0, 2.0, 3.0, 4.0), strict=True)
+    rows: list[dict[str, Any]] = [{"cluster": c, "method": m, "loss": loss} for (c, m), loss in trials]
+    simulator: Any = SimpleNamespace(pairs=[SimpleNamespace(directory=lambda out: out)] * 4, out=tmp_path)
+    simulator.experiment = SimpleNamespace(target=Target(of="x", within=0.5))
+    Simulator._add_targets(simulator, rows)
+    assert [row["target"] for row in rows] == [1.5, 1.5, 4.5, 4.5]
+
+
+def test_the_staleness_of_a_run_is_that_of_the_updates_that_were_applied(tmp_path: Path) -> None:
+    method = {"method": "local_sgd", "outer": "sgd", "local_steps": 1, "staleness_limit": 0}
+    (row,) = Simulator(experiment(tmp_path, methods={"it": method}), tmp_path / "out", resume=False).run()
+    (run,) = load([tmp_path / "out"])
+    assert max(event.staleness for event in run.events) > 0 == row["staleness"] == row["largest_staleness"]
+
+
+@pytest.mark.parametrize(
+    ("diverged", "finished", "remark"), [(True, True, "diverged"), (False, True, ""), (False, False, "stopped: all")]
+)
+def test_a_run_that_did_not_come_to_its_end_has_a_remark(diverged: bool, finished: bool, remark: str) -> None:
+    run: Any = SimpleNamespace(diverged=diverged, finished=finished)
+    assert _remark(run).partition(" wait")[0] == remark
