@@ -445,3 +445,19 @@ def test_a_global_server_on_another_machine_may_have_the_port_of_the_regions_own
     link = UpstreamLink(given, region_spec(f"{host}:7,region=0"), LAYOUT, "", None, own, print, lambda: None)
     with pytest.raises(RefusedError, match="is this run's own server") if here else nullcontext():
         link._check_other()
+
+
+def test_a_region_hears_in_its_welcome_where_it_is_and_whether_the_global_run_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And does not end that run when it leaves."""
+    client, welcome = MagicMock(), SimpleNamespace(sequence=3, finished=True)
+    client.pull.return_value = 7
+    monkeypatch.setattr(UpstreamLink, "_joined", lambda *given: (client, welcome))
+    given = parse_upstream("192.0.2.1:7,region=0")
+    link = UpstreamLink(given, region_spec("192.0.2.1:7,region=0"), LAYOUT, "", None, 8, print, lambda: None)
+    link.leave()
+    link._run(ONES, patient=True)
+    news = link.news()
+    assert isinstance(news, GlobalParameters) and (news.sequence, news.version, news.finished) == (3, 7, True)
+    client.leave.assert_called_once_with(finished=False)

@@ -448,6 +448,17 @@ def test_a_step_is_of_the_micro_batches_of_those_who_have_come_and_stays_so_larg
     assert run.coordinator.shares._given == {0: 12}, "it was not heard of for a minute"
 
 
+def test_a_worker_that_was_not_announced_leaves_no_share_behind() -> None:
+    rule, plan, parameters = summed()
+    spec = sgd_spec(workers=2, micro_batches=4)
+    run = Driven(build_coordinator(spec, rule, plan, parameters, Membership(2, now=0.0, timeout=60.0)), 2)
+    run.coordinator.membership.connect(2, "joins", 0.0)
+    run.leave(2, for_good=True, now=0.0)
+    for now in (4.0, 8.0, 12.0):
+        run.push(0, 0.0, now), run.push(1, 0.0, now)
+    assert run.coordinator.shares._given == {0: 4, 1: 4}
+
+
 def test_a_step_stays_divided_as_it_is_when_a_worker_goes_before_its_end() -> None:
     """A worker that asks again in the middle of a step, as after a lost connection, has the same micro-batches."""
     parameters = torch.zeros(1)
