@@ -105,12 +105,21 @@ def test_a_checkpoint_of_zero_3_gives_buffers_frozen_and_tied_parameters_too(tmp
     assert equal(load_file(tmp_path / "out.safetensors"), TRAINED | expected)
 
 
+def test_a_checkpoint_of_zero_3_may_have_nothing_frozen_and_nothing_tied(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "async_server.pt")
+    content = {"module": {"mean": MEAN}, "buffer_names": ["mean"], "shared_params": None, "frozen_param_shapes": None}
+    torch.save(content, tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    export(tmp_path, tmp_path / "out.safetensors")
+    assert equal(load_file(tmp_path / "out.safetensors"), TRAINED | {"mean": MEAN})
+
+
 @pytest.mark.parametrize(
     ("names", "known", "found"),
     [
         (["outer.net.w", "outer.net.b"], ["net.w", "net.b"], ["net.w", "net.b"]),
         (["net.w"], ["outer.net.w"], ["outer.net.w"]),
         (["_orig_mod.net.w"], ["net.w"], ["net.w"]),
+        (["net._checkpoint_wrapped_module.w"], ["net.w"], ["net.w"]),
         (["net.w"], ["net.w"], ["net.w"]),
         (["subnet.w"], ["net.w"], None),
         (["net.w"], ["subnet.w"], None),
@@ -129,14 +138,11 @@ def test_an_hf_directory_has_configuration_and_tokenizer_beside_the_parameters(t
     checkpoint.mkdir()
     save_file({name: torch.zeros_like(value) for name, value in TRAINED.items()}, checkpoint / "model.safetensors")
     torch.save(state(), checkpoint / "async_server.pt")
-    for name in ("config.json", "tokenizer.json", "trainer_state.json"):
+    given = {"config.json", "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja"}
+    for name in (*given, "trainer_state.json", "run.json", "model.safetensors.index.json"):
         (checkpoint / name).write_text("{}")
     assert export(checkpoint, tmp_path / "model") is Format.HF
-    assert {path.name for path in (tmp_path / "model").iterdir()} == {
-        "config.json",
-        "tokenizer.json",
-        "model.safetensors",
-    }
+    assert {path.name for path in (tmp_path / "model").iterdir()} == given | {"model.safetensors"}
     assert equal(load_file(tmp_path / "model" / "model.safetensors"), TRAINED)
     tagged = deepspeed_checkpoint(tmp_path / "checkpoint-4")  # of a Trainer with DeepSpeed
     (tagged / "config.json").write_text("{}")
@@ -164,6 +170,10 @@ def test_a_fairseq_checkpoint_loses_its_optimizer_state_and_takes_a_newer_snapsh
     torch.save(content, path)
     export(tmp_path / "save", tmp_path / "as new.pt")
     assert equal(torch.load(tmp_path / "as new.pt", weights_only=True)["model"], same["model"])
+    torch.save(content | {"extra_state": None}, path)
+    export(tmp_path / "save", tmp_path / "bare.pt")
+    bare = torch.load(tmp_path / "bare.pt", weights_only=True)
+    assert equal(bare["model"], newer) and bare["extra_state"] == {}
 
 
 def test_a_finished_runs_file_is_exported_and_nothing_else(tmp_path: Path) -> None:
@@ -210,6 +220,17 @@ def test_of_a_finished_runs_file_and_fairseqs_checkpoint_the_newer_is_exported(
     )
 
 
+@pytest.mark.parametrize(("server", "newer"), [({}, False), ({"version": 0}, True)])
+def test_a_runs_file_of_another_program_has_no_version(tmp_path: Path, server: dict[str, int], newer: bool) -> None:
+    """It is newer than a checkpoint without a server, and older than one with."""
+    save_file(TRAINED, tmp_path / "final.safetensors")
+    content = torch.load(fairseq_checkpoint(tmp_path), weights_only=True)
+    torch.save(content | {"last_optimizer_state": {"server": server or 1}}, tmp_path / "checkpoint_last.pt")
+    export(tmp_path, tmp_path / "out.pt")
+    bias = torch.load(tmp_path / "out.pt", weights_only=True)["model"]["head.bias"]
+    assert torch.equal(bias, torch.ones(2).half() if newer else TRAINED["head.bias"].half())
+
+
 def broken(folder: Path) -> Path:
     (folder / "file.pt").write_bytes(b"nothing")
     return folder / "file.pt"
@@ -235,6 +256,11 @@ def short(folder: Path) -> Path:
     return folder / "file.pt"
 
 
+def other_tensors(folder: Path) -> Path:
+    save_file(TRAINED, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
 def without_a_model(folder: Path) -> Path:
     torch.save({"model": [1], "cfg": {}, "extra_state": 3}, folder / "file.pt")
     return folder / "file.pt"
@@ -250,6 +276,7 @@ WRONG: dict[str, tuple[Callable[[Path], Path], list[str], str]] = {
     "nothing there": (lambda folder: folder / "none", [], "none: No such file"),
     "an empty directory": (lambda folder: folder, [], "there are no server's parameters in it"),
     "no checkpoint": (broken, [], "file.pt: not a file that torch.save has written; give the directory"),
+    "tensors of no run": (other_tensors, [], "model.safetensors: not a file that torch.save has written"),
     "a model that is none": (modelless, [], "neither fairseq's checkpoint nor a server's state"),
     "another file": (another, [], "neither fairseq's checkpoint nor a server's state"),
     "a checkpoint of something else": (without_a_model, [], "neither fairseq's checkpoint nor"),

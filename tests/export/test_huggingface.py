@@ -184,6 +184,17 @@ def test_an_adapter_is_written_as_an_adapter(tmp_path: Path, prefix: str) -> Non
     assert list(map(torch.equal, map(found.__getitem__, names), tensors.values())) == [True] * 3 and len(found) == 3
 
 
+def test_each_kind_of_part_of_an_adapter_has_pefts_name_in_a_file(tmp_path: Path) -> None:
+    kinds = ["ia3_l", "lora_embedding_A", "lora_embedding_B"]
+    tensors = [(f"{ATTENTION}.{kind}.default", torch.ones(2, 2)) for kind in kinds]
+    export(save(tmp_path, tensors, adapter_config={}), tmp_path / "out")
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert found.keys() == {f"{ATTENTION}.{kind}" for kind in kinds}
+    half = save(tmp_path / "half", tensors[2:], adapter_config={})
+    with pytest.raises(ConfigurationError, match="lora_embedding_A, to which .*lora_embedding_B belongs, is not among"):
+        export(half, tmp_path / "other")
+
+
 def test_what_is_frozen_in_an_adapter_comes_from_the_checkpoint(tmp_path: Path) -> None:
     (a, frozen), (b, trained) = lora().items()
     whole = [(name.replace("h.0", "h.1"), torch.ones(shape)) for name, shape in ((a, (2, 8)), (b, (24, 2)))]

@@ -171,6 +171,7 @@ def test_shards_divide_the_servers_work_but_no_link() -> None:
     late = replace(sharded, latency=0.01)
     assert late.alone == pytest.approx(0.96 + 2 * 0.01), "they share a line"
     assert replace(late, apart=True).alone == pytest.approx(0.96 + 4 * 0.01)
+    assert replace(linked, apart=True).busiest == pytest.approx(0.2 / 5), "each has a line of its own"
 
 
 def test_a_run_in_shards_says_what_one_process_would_take(tmp_path: Path) -> None:
