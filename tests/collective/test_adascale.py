@@ -226,6 +226,14 @@ def test_norms_on_a_gpu_are_those_of_one_step_each_pass_by_its_weight() -> None:
         of_passes.clear()
 
 
+def test_passes_are_those_of_the_parameter_that_has_had_most_gradients() -> None:
+    often, once = (torch.ones(1, requires_grad=True) for _ in range(2))
+    of_passes = LocalSquareNorms([[often], [once]], plain_norm)
+    (often * once).sum().backward()
+    (3 * often).sum().backward()
+    assert of_passes.passes == 2 and of_passes.sums(torch.device("cpu")).tolist() == [10.0, 1.0]
+
+
 def test_a_step_with_nan_leaves_the_averages_as_they_were() -> None:
     model = small_model()
     adascale = AdaScale(sgd(model), accumulation=2)

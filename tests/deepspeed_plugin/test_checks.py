@@ -146,6 +146,10 @@ def test_the_page_names_the_largest_table_of_rates() -> None:
         ({"zero_optimization": {"stage": "0"}}, "\"stage\" '0' is not supported"),
         ({"async_training": {"method": ["hybrid_async"]}}, "\"method\": ['hybrid_async'] is none of adascale"),
         ({"async_training": {"method": "hybrid"}}, "\"method\": 'hybrid' is none of adascale"),
+        (
+            {"async_training": {"method": "hybrid_async", "micro_batches": 2}},
+            '"micro_batches" is what DeepSpeed has as "gradient_accumulation_steps"',
+        ),
         ({"zero_optimization": {"stage": 0, "zenflow": {"topk_ratio": 0.1}}}, '"zenflow" is not supported'),
         ({"tensor_parallel": {"autotp_size": 2}}, '"tensor_parallel" is not supported'),
         ({"gradient_allreduce_op": "SUM"}, '"gradient_allreduce_op": "sum" is not supported with "async_training"'),

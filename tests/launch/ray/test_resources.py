@@ -78,6 +78,9 @@ def test_a_worker_learns_from_the_registry_where_the_server_is() -> None:
     again = registry.check_in(0, "c", "third", ServerRequest("a.server", "/other"))
     assert again.run_dir == "/run" and registry.state().node == "first", "where the server is"
     assert not again.leaves
+    for place in (NodeAddress("b", 8), NodeAddress("c", 9)):  # a shard's actor may be started again elsewhere
+        registry.record_shard(1, place)
+        assert registry.place_of_shard(1) == place and registry.place_of_shard(0) is None
     registry.end()
     assert all(registry.check_in(worker, "a", "first", None).leaves for worker in (0, 1))
 
