@@ -53,7 +53,13 @@ ENGINE = (
 )
 # Attributes of DeepSpeed's optimizers, by class: where the gradients of a step and the fp32 masters are.
 OPTIMIZERS = {
-    "DeepSpeedZeroOptimizer": ("averaged_gradients", "bit16_groups", "check_grad_overflow"),
+    "DeepSpeedZeroOptimizer": (
+        "_link_all_hp_params",
+        "averaged_gradients",
+        "bit16_groups",
+        "check_grad_overflow",
+        "round_robin_bit16_groups",
+    ),
     "DeepSpeedZeroOptimizer_Stage3": ("_get_fp32_opt_state_partition",),
     "BF16_Optimizer": ("bf16_groups", "fp32_groups_gradients"),
     "FP16_Optimizer": ("fp16_groups", "fp32_groups_flat"),

@@ -115,8 +115,8 @@ def test_a_worker_is_started_again_as_often_as_it_may_and_for_a_mistake_at_most_
 
 @pytest.mark.parametrize(
     ("code", "updates", "unread", "ends"),
-    [(0, 0, False, True), (0, 7, False, False), (0, 0, True, False), (None, 0, False, False)],
-    ids=["no part", "a part", "unknown", "at work"],
+    [(0, 0, False, True), (0, 7, False, False), (0, 0, True, False), (None, 0, False, False), (1, 0, False, False)],
+    ids=["no part", "a part", "unknown", "at work", "an error"],
 )
 def test_a_worker_that_has_ended_in_order_without_a_part_in_the_run_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, updates: int, unread: bool, ends: bool
