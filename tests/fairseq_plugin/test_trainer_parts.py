@@ -16,6 +16,7 @@ from fairseq.examples.truncated_bptt.truncated_bptt_lm_task import TruncatedBPTT
 from fairseq.trainer import Trainer
 
 from fairseq_async.errors import AsyncError, ConfigurationError
+from fairseq_async.fairseq_plugin import local_sgd
 from fairseq_async.fairseq_plugin.compat.dealt import DEALT
 from fairseq_async.fairseq_plugin.compat.updates import AppliedUpdates
 from fairseq_async.fairseq_plugin.local_sgd import LocalSGDTrainer
@@ -96,6 +97,23 @@ def test_the_schedule_follows_the_shard_and_ends_before_the_runs_last_update(
     trainer.cfg = SimpleNamespace(optimization=SimpleNamespace(max_update=max_update))
     trainer.lr_step_update()
     assert seen == [updates] and trainer._num_updates == 3
+
+
+def test_after_a_batch_that_overflows_fairseq_has_the_runs_number_of_updates(trainers: Trainers) -> None:
+    """The batch is no local step, at whose end the number would be set."""
+    trainer = trainers.join(LOCAL)
+    step(trainer)
+
+    def overflow(*_: object) -> None:
+        raise OverflowError
+
+    trainers.patch.setattr(Trainer, "clip_grad_norm", overflow)
+    trainers.patch.setattr(local_sgd, "skip_next_step", lambda optimizer: None)
+    trainer._in_step = True
+    trainer.clip_grad_norm(0.0)
+    trainers.patch.setattr(type(trainer.worker), "run_progress", property(lambda _: 5.0))
+    trainer.set_num_updates(2)
+    assert trainer.get_num_updates() == 5
 
 
 @pytest.mark.parametrize("method", [LOCAL, ADASCALE])

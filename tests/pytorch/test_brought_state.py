@@ -19,6 +19,7 @@ from fairseq_async.pytorch import HybridAsync
 from fairseq_async.pytorch.brought_state import (
     check_brought,
     checksum_of_moments,
+    has_stepped,
     note_end_of_run,
     warn_of_missing_moments,
     warn_of_run_before,
@@ -278,6 +279,14 @@ def test_equal_states_have_one_checksum_in_whatever_order_they_were_loaded() -> 
     assert checksum_of_moments(named, [optimizer]) == before != ""
     optimizer.state[net.wide]["exp_avg"][0, 0] += 1.0
     assert checksum_of_moments(named, [optimizer]) != before
+
+
+def test_an_optimizer_that_counts_no_steps_has_stepped_where_it_has_a_moment() -> None:
+    optimizer = SGD([weight := nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+    weight.grad = torch.ones(1)
+    assert not has_stepped(optimizer)
+    optimizer.step()
+    assert has_stepped(optimizer)
 
 
 def test_an_optimizer_that_has_its_moments_is_saved_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from fairseq_async.pytorch.parameters import (
     check_exchanged,
     check_memory,
     check_optimizers,
+    exchanged_parameters,
     l2_norm,
     note_untrained,
 )
@@ -84,6 +85,14 @@ def test_the_norm_of_gradients_in_half_precision_is_that_in_fp32() -> None:
     """In float16 it would be infinite, and the step left out."""
     large = torch.full((100,), 1e4)
     assert l2_norm([large.half(), large.bfloat16().fill_(0.0)]) == pytest.approx(l2_norm([large])) == pytest.approx(1e5)
+    ones = torch.ones(3)
+    assert l2_norm([0 * ones, ones.bfloat16()]) == pytest.approx(3**0.5, rel=1e-6), "beside one in fp32, too"
+
+
+def test_what_is_frozen_in_an_optimizer_is_not_exchanged() -> None:
+    net = nn.Linear(2, 2)
+    net.bias.requires_grad_(False)
+    assert [name for name, _ in exchanged_parameters(net, [SGD(net.parameters())], [torch.float32], 1)] == ["weight"]
 
 
 @pytest.mark.parametrize("restored", [False, True])
@@ -91,10 +100,12 @@ def test_the_buffers_of_a_worker_that_brings_a_state_are_not_compared(restored: 
     """Training has changed them. What is frozen is as it was."""
     net = nn.Linear(2, 2)
     net.register_buffer("table", torch.ones(3))
+    net.register_buffer("count", torch.ones(1), persistent=False)  # which training may change
     worker: Any = SimpleNamespace(details=SimpleNamespace(buffers="", unsaved={}))
     worker.replica = TensorReplica([("weight", net.weight)])
     note_untrained(worker, net, {id(net.weight)}, restored)
     assert worker.details.untrained and bool(worker.details.buffers) is not restored
+    assert not worker.details.unsaved
 
 
 def test_a_gradient_that_was_left_in_a_frozen_layer_is_none() -> None:

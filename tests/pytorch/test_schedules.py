@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,9 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from fairseq_async.errors import ConfigurationError
 from fairseq_async.pytorch import AsyncLocalSGD, HybridAsync
-from fairseq_async.pytorch.schedules import ProgressSchedule
+from fairseq_async.pytorch.schedules import OwnRates, ProgressSchedule
 from fairseq_async.server.plan import whole_steps
 from fairseq_async.server.programs import gradient_main, local_sgd_main
 from tests.helpers.plain_loop import AS_IT_IS, STEPS, backward, flat, net
@@ -463,3 +465,14 @@ def test_the_rates_of_a_loop_are_watched_where_workers_have_steps_of_their_own_a
     run._own_rates = {id(optimizer): SimpleNamespace(check=seen.append)}
     AsyncLocalSGD._check_schedule(run, optimizer)
     assert seen == checked
+
+
+@pytest.mark.parametrize("case", ["it has asked before the last step alone", "the progress is what it was"])
+def test_a_rate_is_of_the_run_where_the_progress_is_another_and_the_loop_has_asked_for_it(case: str) -> None:
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    rates = OwnRates(optimizer, "give it as scheduler=")
+    rates.check(0.0)
+    for progress, asked, lr in ((1.0, True, 0.2), (2.0 if "asked" in case else 1.0, "asked" not in case, 0.3)):
+        rates.asked, optimizer.param_groups[0]["lr"] = rates.asked or asked, lr
+        with nullcontext() if lr == 0.2 else pytest.raises(ConfigurationError, match="by this worker's own steps"):
+            rates.check(progress)

@@ -31,9 +31,9 @@ def test_whatever_is_settled_is_a_line_that_can_be_read(tmp_path: Path) -> None:
     """JSON has no Inf; a weight above what fp32 has is a weight all the same, and a loss above that no measurement."""
     log = EventLog(tmp_path, {}, "the beginning", 0.0)
     receipt = Receipt(1, 0, 0, 1e300, Status.APPLIED, 0, math.inf, 1)
-    log.write(0.0, receipt, Report(loss=1e300, tokens=5.0))
+    log.write(0.0, receipt, Report(loss=1e300, tokens=5.0, progress=-1e300))
     [event] = read_events(tmp_path / EVENTS)
-    assert (event.weight, event.norm, event.loss, event.tokens) == (1e300, None, None, 5.0)
+    assert event.progress is None and (event.weight, event.norm, event.loss, event.tokens) == (1e300, None, None, 5.0)
 
 
 def test_a_line_has_all_that_the_receipt_the_report_and_the_server_say(tmp_path: Path) -> None:

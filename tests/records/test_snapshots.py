@@ -182,7 +182,8 @@ def test_of_the_runs_before_the_one_that_was_interrupted_only_the_highest_versio
     snapshots.directory.mkdir()
     for version in (1, 5, 7):
         (snapshots.directory / f"version-{version:012d}.before").touch()
-    snapshots.take({"version": 3}, 3)
+    for version in (2, 3):
+        snapshots.take({"version": version}, version)
     snapshots.begin_anew()
     names = sorted(path.name for path in snapshots.directory.iterdir())
     assert names == ["version-000000000003.before", "version-000000000007.before"]
