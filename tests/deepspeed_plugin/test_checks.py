@@ -154,6 +154,22 @@ def test_the_page_names_the_largest_table_of_rates() -> None:
         ({"tensor_parallel": {"autotp_size": 2}}, '"tensor_parallel" is not supported'),
         ({"gradient_allreduce_op": "SUM"}, '"gradient_allreduce_op": "sum" is not supported with "async_training"'),
         ({"zero_optimization": 3}, '"zero_optimization" is 3: it must be an object'),
+        (
+            {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "bias_correction": True}}},
+            "there is no 'bias_correction'",
+        ),
+        ({"optimizer": {"type": "Muon", "params": {"muon_lr": -1.0}}}, '"muon_lr" is -1.0'),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, '"offload_param" to cpu is not supported with'),
+        ({"zero_optimization": {"offload_optimizer": {"super_offload": True}}}, '"super_offload" is not supported'),
+        ({"torch_autocast": {"enabled": 1}}, '"torch_autocast": "enabled" is 1: give true or false'),
+        (
+            {"zero_optimization": {"stage": 3}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+            '"torch_autocast" with "zero_optimization": "stage": 3 is not supported',
+        ),
+        ({"bfloat16": {"bf16_master_weights_and_grads": True}}, '"bfloat16": "bf16_master_weights_and_grads" is not'),
+        ({"pipeline": {}}, '"pipeline" is not supported'),
+        ({"compression_training": {"enabled": True}}, '"compression_training" is not supported'),
+        ({"hybrid_engine": {"enabled": True}}, '"hybrid_engine" is not supported'),
     ],
 )
 def test_a_mistake_is_one_line_that_names_its_key(changes: dict[str, Any], expected: str) -> None:
@@ -218,9 +234,43 @@ def test_the_way_out_of_other_sums_in_fp16_is_none_that_fp16_does_not_have() -> 
     assert said.endswith("not supported with method hybrid_async of a model in float16: leave it out")
 
 
+def test_what_has_an_effect_in_deepspeed_alone_or_none_at_all_is_accepted() -> None:
+    own = {"torch_adam": True, "adam_w_mode": False, "fp32_optimizer_states": True, "bias_correction": True}
+    check(complete(optimizer={"type": "AdamW", "params": {"lr": 0.1} | own}))
+    check(complete(zero_optimization={"offload_optimizer": {"device": "cpu"}}, tensor_parallel={"autotp_size": 1}))
+    check(complete(hybrid_engine={"enabled": False}, pipeline=None, bf16={"enabled": True}))
+    check(complete(data_types={"grad_accum_dtype": "bf16"}, zero_optimization={"stage": 3}, bf16={"enabled": True}))
+
+
+@pytest.mark.parametrize("worker", [0, 2])
+def test_every_other_worker_logs_under_a_name_of_its_own_or_not_at_all(worker: int) -> None:
+    names = ("tensorboard", "csv_monitor", "wandb", "comet")
+    config: dict[str, Any] = {name: {"enabled": True, "job_name": "job"} for name in names} | {"a": 1}
+    before = json.dumps(config)
+    own = configuration.own_monitor(config, worker)
+    named = {"enabled": True, "job_name": "job-worker2" if worker else "job"}
+    without = {"enabled": not worker, "job_name": "job"}
+    assert own == {"tensorboard": named, "csv_monitor": named, "wandb": without, "comet": without, "a": 1}
+    assert json.dumps(config) == before, "the configuration is the script's"
+
+
+def test_the_synchronous_methods_have_no_key_of_a_server_but_the_directory() -> None:
+    for keys, said in (({"run_dir": "x"}, ""), ({"run_dir": "x", "record": True}, '"record" is of no use')):
+        section = configuration.split({"async_training": {"method": "adasum"} | keys}, "file.json")[1]
+        with pytest.raises(ConfigurationError, match=said) if said else nullcontext():
+            configuration.check_group(section, "adasum", "file.json")
+
+
+def test_a_script_keeps_its_other_arguments_and_its_own_configuration() -> None:
+    args, config = SimpleNamespace(deepspeed_config="ds.json", local_rank=3), {"train_batch_size": 4}
+    assert vars(configuration.without_file(args)) == {"deepspeed_config": None, "local_rank": 3}
+    found, name = configuration.read(args, config)
+    assert (found, name) == (config, "ds.json") and found is not config
+
+
 def test_schedules_of_torch_and_rates_of_each_group_are_accepted() -> None:
     check(complete(scheduler={"type": "CosineAnnealingLR", "params": {"T_max": 10}}))
-    two_groups = {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}
+    two_groups = {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2], "warmup_num_steps": 3}}
     check(complete(scheduler=two_groups, steps_per_print=2.5, gradient_clipping=0))
     off = {"enabled": False, "dtype": "float16"}
     check(complete("local_sgd", torch_autocast=off, zero_optimization={"stage": 1}))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import deepspeed
 import pytest
@@ -256,3 +256,50 @@ def test_steps_that_the_run_does_not_see_are_refused_and_those_of_other_models_a
     given = engine.module.weight
     del engine
     torch.optim.SGD([given]).step()
+
+
+def test_masters_that_are_dealt_are_linked_as_they_were_dealt_and_the_groups_stay_in_the_models_order() -> None:
+    linked = list[str]()
+    optimizer: Any = SimpleNamespace(bit16_groups="in order", round_robin_bit16_groups="dealt")
+    optimizer._link_all_hp_params = lambda: linked.append(optimizer.bit16_groups)
+    for optimizer.round_robin_gradients in (False, True):
+        compat.link_masters(optimizer)
+    assert linked == ["dealt"] and optimizer.bit16_groups == "in order"
+
+
+def test_in_fp16_each_parameter_has_the_master_of_its_own_group() -> None:
+    first, second, third = (nn.Parameter(torch.zeros(size)) for size in (2, 1, 3))
+    flats, groups = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])], [[first, second], [third]]
+    fused: Any = SimpleNamespace(fp16_groups=groups, fp32_groups_flat=flats)
+    unfused: Any = SimpleNamespace(
+        fp16_groups=groups, fp32_groups=[[flats[0][:2], flats[0][2:]], [flats[1].view(3, 1)]]
+    )
+    for optimizer in (fused, unfused):
+        masters = compat.fp16_masters(optimizer)
+        assert [masters[id(each)].tolist() for each in (first, second, third)] == [[1.0, 2.0], [3.0], [4.0, 5.0, 6.0]]
+    assert compat.fp16_masters(SimpleNamespace()) == {}
+
+
+def test_a_model_is_rounded_with_what_deepspeed_keeps_in_fp32_and_its_type_of_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine: Any = MagicMock()
+    engine._mixed_precision_dtypes.return_value = "own", "of buffers"
+    monkeypatch.setattr(
+        compat.deepspeed, "get_accelerator", lambda: MagicMock(supported_dtypes=lambda: [torch.bfloat16])
+    )
+    monkeypatch.setattr("deepspeed.runtime.keep_in_fp32.keep_in_fp32_pattern", lambda *given: given[1:])
+    compat.round_model(engine, torch.bfloat16)
+    kept = engine._config.keep_in_fp32_modules, torch.bfloat16
+    engine._cast_module_mixed_precision.assert_called_once_with(torch.bfloat16, "of buffers", False, kept)
+    with pytest.raises(ConfigurationError, match="float16 is not supported on this device"):
+        compat.round_model(engine, torch.float16)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_of_a_step_that_zero_3_has_divided_gradients_and_whole_parameters_are_dropped(divided: bool) -> None:
+    engine: Any = MagicMock()
+    engine.zero_optimization_partition_weights.return_value = divided
+    compat.drop_partitions(engine)
+    did = [call._pre_step(), call._partition_all_parameters(), call._overflow_clean_up(1.0)]
+    assert engine.optimizer.mock_calls == did * divided

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from fairseq_async.deepspeed_plugin.arguments import Arguments
-from fairseq_async.deepspeed_plugin.data import DataShare, ShardedLoader, length_of
+from fairseq_async.deepspeed_plugin.data import DataShare, ShardedLoader, length_of, sizes_of_shards
 from fairseq_async.deepspeed_plugin.engines.engine import AsyncEngine
 from fairseq_async.deepspeed_plugin.engines.synchronous import GroupPosition
 from fairseq_async.deepspeed_plugin.loading import Loading, loading_of
@@ -211,6 +211,7 @@ def test_how_the_data_is_read_is_what_deepspeeds_keys_say() -> None:
 @pytest.mark.parametrize(
     ("sampling", "named"),
     [
+        ({"num_workers": True}, '"num_workers" is True'),
         ({"num_workers": -1}, '"num_workers" is -1'),
         ({"num_workers": "auto"}, "\"num_workers\" is 'auto'"),
         ({"pin_memory": 1}, '"pin_memory" is 1'),
@@ -225,6 +226,18 @@ def test_what_the_loader_cannot_do_is_refused(sampling: dict[str, object], named
 def test_a_loader_in_the_place_of_a_data_set_is_one_line() -> None:
     with pytest.raises(ConfigurationError, match="training_data is a DataLoader, without samples by number"):
         length_of(DataLoader([1, 2]))  # type: ignore[arg-type]
+
+
+def test_a_shard_has_a_sample_at_least_and_is_a_part_of_data() -> None:
+    assert sizes_of_shards(Numbers(3), 0, 3, "ds.json") == [1, 1, 1] == sizes_of_shards(Numbers(3), 3, 2, "ds.json")
+    assert sizes_of_shards(None, 0, 3, "ds.json") == []
+    for data, shards, said in (
+        (Numbers(2), 3, "too few for 3 shards"),
+        (None, 3, '"shards" needs'),
+        ([], 0, "above 0"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            sizes_of_shards(data, shards, 2, "ds.json")
 
 
 def arguments_with_data() -> Arguments:

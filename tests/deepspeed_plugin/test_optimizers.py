@@ -12,7 +12,7 @@ from torch.optim import Adam, Optimizer
 
 from fairseq_async.algorithms.muon import MuonAdamW
 from fairseq_async.deepspeed_plugin.engines.tensors import check_matrices
-from fairseq_async.deepspeed_plugin.server_description import equal_of_torch
+from fairseq_async.deepspeed_plugin.server_description import count_steps_as_torch, equal_of_torch
 from fairseq_async.errors import ConfigurationError
 from fairseq_async.protocol import Layout
 from fairseq_async.server.optimizers.torch_optimizer import build_optimizer, describe
@@ -63,6 +63,18 @@ def test_an_optimizer_without_an_equal_is_refused_and_torchs_are_themselves() ->
     with pytest.raises(ConfigurationError, match="FusedAdam with bias_correction False has no equal"):
         equal_of_torch(FusedAdam([nn.Parameter(torch.ones(1))], bias_correction=False))
     assert equal_of_torch(Adam([nn.Parameter(torch.ones(1))])) == ""
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_each_parameter_has_the_count_of_its_group_which_fused_adam_keeps_with_one(wrapped: bool) -> None:
+    first, second, unused = (nn.Parameter(torch.ones(1)) for _ in range(3))
+    fused, plain = FusedAdam([first, second, unused]), Adam([first, second])
+    for optimizer in (fused, plain):
+        optimizer.state[first], optimizer.state[second] = {"step": 1}, {"step": 4}
+        given = SimpleNamespace(aux_optimizer=optimizer, **vars(optimizer)) if wrapped else optimizer
+        count_steps_as_torch(given)  # type: ignore[arg-type]
+    assert [fused.state[each]["step"] for each in (first, second)] == [4, 4] and not fused.state[unused]
+    assert [plain.state[each]["step"] for each in (first, second)] == [1, 4]
 
 
 class MuonWithAuxAdam(Adam):

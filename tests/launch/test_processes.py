@@ -16,13 +16,14 @@ from fairseq_async.environment import SLOWDOWN, WORKER, WORKERS
 from fairseq_async.errors import LOST_SERVER, USER_ERROR
 from fairseq_async.launch import launcher as launcher_module
 from fairseq_async.launch import processes as processes_module
-from fairseq_async.launch import ranks
+from fairseq_async.launch import ranks, serve
 from fairseq_async.launch.command.programs import of_ranks
 from fairseq_async.launch.command.script import ScriptCommand
 from fairseq_async.launch.launcher import Launcher
 from fairseq_async.launch.options import LaunchOptions
 from fairseq_async.launch.output import Output
 from fairseq_async.launch.processes import Processes, RunFailedError, Worker, failure
+from fairseq_async.launch.synchronous import GroupLauncher
 from fairseq_async.worker.start.rendezvous import Rendezvous, ServerRequest
 from tests.helpers.stand_ins import Time
 from tests.helpers.waiting import group_has_ended, has_ended, wait_until
@@ -332,3 +333,66 @@ def test_that_the_run_was_finished_may_be_heard_after_the_workers_have_ended() -
     launcher.server, launcher.run_dir = SimpleNamespace(finished=threading.Event()), Path()
     threading.Timer(0.3, launcher.server.finished.set).start()
     launcher._check_whether_finished()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1"])
+def test_a_launchers_server_has_what_its_flags_and_the_run_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    made = MagicMock()
+    monkeypatch.setattr(launcher_module, "ServerProcess", made)
+    launcher = launcher_of(tmp_path, 3)
+    launcher.options, launcher.token = LaunchOptions(3, max_restarts=7, port=29, host=host), "secret"
+    launcher.command.resumes, launcher.tls, launcher.run_dir = True, tmp_path / "tls", tmp_path / "run"
+    wanted = ServerRequest("a.module", str(tmp_path / "run"), run_dir_option="--dir", standby=False)
+    assert launcher._new_server(wanted) is made.return_value
+    log, given = tmp_path / "run" / "logs" / "server.log", f"address {host}:29 (--host)"
+    made.assert_called_once_with(
+        "a.module",
+        3,
+        tmp_path / "run",
+        log,
+        29,
+        host,
+        "secret",
+        restarts=7,
+        resumes=True,
+        tls=tmp_path / "tls",
+        run_dir_option="--dir",
+        given="port 29 (--port)" if host == "127.0.0.1" else given,
+        stays=True,
+        standby=False,
+    )
+
+
+def test_each_rank_of_a_group_is_told_its_number_and_where_they_meet(tmp_path: Path) -> None:
+    group = GroupLauncher(MagicMock(run_dir=tmp_path), 3, 29)
+    variables = group._ranks(group.processes.workers[2])
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29"}
+    assert variables == {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"} | meeting
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_global_server_has_what_its_flags_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumes: bool) -> None:
+    made = MagicMock()
+    made.return_value.poll.return_value = 0
+    for name, stand_in in (("ServerProcess", made), ("interrupt_on_signals", MagicMock()), ("say", MagicMock())):
+        monkeypatch.setattr(serve, name, stand_in)
+    monkeypatch.setattr(serve, "read_token", lambda path: f"secret of {path}")
+    serve.serve("10.0.0.1:29", 3, tmp_path, Path("token"), Path("tls"), resumes, standby=False, restarts=7)
+    made.assert_called_once_with(
+        "fairseq_async.regions.global_main",
+        3,
+        tmp_path,
+        tmp_path / "logs" / "server.log",
+        port=29,
+        host="10.0.0.1",
+        token="secret of token",
+        restarts=7,
+        ends_with_workers=True,
+        resumes=resumes,
+        tls=Path("tls"),
+        given="HOST:PORT 10.0.0.1:29",
+        standby=False,
+    )
+    assert made.return_value.join.called and made.return_value.end.called
