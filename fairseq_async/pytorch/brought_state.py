@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from fairseq_async.algorithms import HybridAccumulation
 from fairseq_async.algorithms.rule import State
@@ -133,8 +133,21 @@ def warn_of_missing_moments(optimizer: Optimizer, remedy: str, is_saved: Callabl
 
 
 def note_end_of_run(optimizer: Optimizer) -> None:
-    """Notes that the moments of the optimizer were those of a server, and have gone with it."""
-    _left.add(optimizer)
+    """Notes that the moments of the optimizer were those of a server, and have gone with it; a warning says so at its
+    next step outside of a run of hybrid."""
+    if not isinstance(optimizer, SGD) or any(group["momentum"] for group in optimizer.param_groups):
+        _left.add(optimizer)
+        optimizer.register_step_pre_hook(_warn_after_run)
+
+
+def _warn_after_run(optimizer: Optimizer, *of_the_step: Any) -> None:
+    if optimizer in _left and not isinstance(optimizer.state, StateInServer):
+        _left.discard(optimizer)
+        if not has_stepped(optimizer):
+            say(
+                f"warning: {type(optimizer).__name__} begins anew after the run, since its moments were those of the "
+                "server: put the block round the whole loop"
+            )
 
 
 def warn_of_run_before(optimizer: Optimizer) -> None:

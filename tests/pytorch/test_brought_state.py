@@ -304,9 +304,14 @@ def test_an_optimizer_that_has_stepped_since_a_run_has_moments_and_no_warning(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     net = Net()
+    for momentum in (0.0, 0.9):
+        note_end_of_run(without := SGD(net.parameters(), lr=0.01, momentum=momentum))
+        train(net, without, 0, 1)
+        assert ("warning: SGD begins anew after the run" in capsys.readouterr().err) is (momentum > 0)
     optimizer = Adam(net.parameters(), lr=0.01)
     note_end_of_run(optimizer)
     for said in (True, False):
         warn_of_run_before(optimizer)
         assert ("warning: Adam begins anew" in capsys.readouterr().err) is said
-        train(net, optimizer, 0, 1)
+        train(net, optimizer, 0, 2)
+        assert capsys.readouterr().err.count("warning: Adam begins anew after the run") == said
