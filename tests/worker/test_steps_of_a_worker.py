@@ -134,6 +134,9 @@ def test_a_hybrid_worker_whose_steps_are_whole_counts_versions_and_draws_nothing
     again.join(sgd_spec(workers=2, micro_batches=4))
     again.begin(Welcome(True, "", True, 2, sequence=3))
     assert again.drawn == 12, "without a position, as many as all its gradients had on average"
+    again.join(sgd_spec(workers=2, micro_batches=4, framework={"parts": True}))
+    again.begin(Welcome(True, "", True, 2, assignment=Assignment(total_progress=2.5)))
+    assert (again.progress, again.drawn) == (2.5, 8), "one that has joined draws on from the whole steps of the run"
 
 
 class Sending(AsyncWorker):
